@@ -25,7 +25,6 @@ def _draw(
     if t.is_meta: return
     with torch.no_grad(): t.copy_(torch.empty(t.shape, dtype=t.dtype, device=gen.device).uniform_(-bound, bound, generator=gen))
 
-# %% ../nbs/02_adapters.ipynb #linear
 def _linear(
     n_in,       # columns that enter
     n_out,      # columns that leave
@@ -55,7 +54,6 @@ def l2(
     "Back to the sphere: $u/\\lVert u\\rVert$, paper eq. 3."
     return F.normalize(u, dim=-1)
 
-# %% ../nbs/02_adapters.ipynb #enter
 def _enter(
     x,   # (..., d) unit rows
     d    # columns the adapter was built for
@@ -161,7 +159,7 @@ class LoRA(nn.Module):
 
     def extra_repr(self): return f"d={self.d}, rank={self.rank}, scale={self.scale:g}"
 
-# %% ../nbs/02_adapters.ipynb #linear-2
+# %% ../nbs/02_adapters.ipynb #linear
 class Linear(nn.Module):
     "One matrix: f(x) = l2(x + W x), W = 0 at start."
     def __init__(self,
