@@ -220,5 +220,5 @@ def transform(
     z = np.empty_like(x)
     with torch.no_grad():
         for i in range(0, len(x), batch):
-            z[i:i+batch] = adapter(torch.from_numpy(x[i:i+batch]).to(weight.dtype).to(device)).float().cpu().numpy()
+            z[i:i+batch] = adapter(torch.tensor(x[i:i+batch], dtype=weight.dtype, device=device)).float().cpu().numpy()
     return z

@@ -171,7 +171,7 @@ def cosface(
 ):                # scalar, nats
     "Large-margin cosine softmax, Wang et al. 2018 eq. 4."
     cos, own = _cosines(z, y, proxies, tau)
-    return F.cross_entropy((cos - margin*own)/tau, y)
+    return F.cross_entropy((cos - margin*own.to(cos.dtype))/tau, y)
 
 # %% ../nbs/03_losses.ipynb #proxy-anchor
 def proxy_anchor(

@@ -1,0 +1,335 @@
+"Adapters: identity at the start, first gradients, counts, seeds, folding, interpolation, transform."
+import copy, io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from ega.adapters import EGA, EGABlock, GatedBlock, LoRA, Linear, interpolate, l2, parameter_count, transform
+from ega.core import InputError, normalize, on_circle, streams, torch_generator
+
+KINDS = ("EGA", "EGABlock", "LoRA", "Linear")
+
+
+def make(kind, d, seed=0, hidden=32, rank=None):
+    gen = torch_generator(streams(seed).init)
+    return {"EGA": lambda: EGA(d, hidden=hidden, gen=gen), "EGABlock": lambda: EGABlock(d, hidden=hidden, gen=gen),
+            "LoRA": lambda: LoRA(d, rank=rank or min(4, d), gen=gen), "Linear": lambda: Linear(d, gen=gen)}[kind]()
+
+
+def rows(n, d, seed=0):
+    return torch.from_numpy(normalize(np.random.default_rng(seed).normal(size=(n, d))))
+
+
+def trained(adapter, size=.1, seed=9):
+    "The adapter with every weight moved, as training would."
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in adapter.parameters(): p.add_(size*torch.randn(p.shape, generator=gen, dtype=p.dtype))
+    return adapter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", (1, 2, 7, 384, 514, 1152))
+def test_identity_at_start(kind, d):
+    "max |f(x) - x| <= 1e-6 in float32, also for norms off by several roundings (5e-7); a norm off by 1e-3 is put right."
+    x = rows(64, d)
+    for seed in (0, 1):
+        f = make(kind, d, seed)
+        for v in (x, x*(1 + 5e-7), x*(1 - 5e-7)): assert (f(v) - v).abs().max() <= 1e-6
+        assert (f(1.001*x) - x).abs().max() <= 1e-6
+        assert torch.allclose(f(x.view(4, 16, d)).view(64, d), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_identity_in_float64(kind):
+    x = rows(20, 33).double()
+    x = x/x.norm(dim=1, keepdim=True)
+    assert (make(kind, 33).double()(x) - x).abs().max() <= 1e-15
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from(KINDS))
+def test_identity_everywhere(d, hidden, seed, kind):
+    x = rows(9, d, seed)
+    assert (make(kind, d, seed, hidden)(x) - x).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_and_branch_weights_cannot_break_the_identity(kind):
+    "The identity holds for any weights before the zero layers, not just for the drawn ones."
+    f, x, gen = make(kind, 24), rows(10, 24), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in f.named_parameters():
+            if not (name.endswith(("branch.3.weight", "branch.3.bias")) or name.startswith("refine") or name in ("B", "weight")):
+                p.copy_(5*torch.randn(p.shape, generator=gen))
+    assert (f(x) - x).abs().max() <= 1e-6
+
+
+FIRST = {"EGA": {"blocks.0.branch.3.weight", "blocks.0.branch.3.bias", "blocks.1.branch.3.weight", "blocks.1.branch.3.bias", "refine.weight", "refine.bias"},
+         "EGABlock": {"branch.3.weight", "branch.3.bias"}, "LoRA": {"B"}, "Linear": {"weight"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_gradients(kind):
+    "Exactly the zero layers feel the first step; everything does at the second."
+    f, x = make(kind, 16), rows(30, 16)
+    target = rows(30, 16, 1)
+    ((f(x) - target)**2).sum().backward()
+    assert {k for k, p in f.named_parameters() if p.grad.abs().max() > 0} == FIRST[kind]
+    with torch.no_grad():
+        for p in f.parameters(): p.sub_(.01*p.grad)
+    f.zero_grad()
+    ((f(x) - target)**2).sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in f.parameters())
+
+
+def test_paper_form_against_a_plain_rewrite():
+    "method.md 3.2 with bare matrices, all weights non-zero."
+    f, x = trained(make("EGA", 10, hidden=6)).double(), rows(5, 10).double()
+    u = x
+    for k in (0, 1):
+        w = {n.removeprefix(f"blocks.{k}."): p for n, p in f.named_parameters() if n.startswith(f"blocks.{k}.")}
+        assert w["gate.0.weight"].shape == (3, 10) and w["gate.2.weight"].shape == (10, 3) and len(w) == 8      # ceil(10/4) = 3, no gate bias
+        h = u @ w["branch.0.weight"].T + w["branch.0.bias"]
+        h = (h - h.mean(1, keepdim=True))/(h.var(1, unbiased=False, keepdim=True) + 1e-5)**.5*w["branch.1.weight"] + w["branch.1.bias"]
+        h = h*.5*(1 + torch.erf(h/2**.5))
+        g = h @ w["branch.3.weight"].T + w["branch.3.bias"]
+        c = g @ w["gate.0.weight"].T
+        c = c*.5*(1 + torch.erf(c/2**.5))
+        u = u + g/(1 + torch.exp(-(c @ w["gate.2.weight"].T)))
+    u = u + u @ f.refine.weight.T + f.refine.bias
+    expected = u/(u*u).sum(1, keepdim=True)**.5
+    assert (f(x) - expected).abs().max() < 1e-12
+
+
+class Released(nn.Module):
+    "The released block as its description gives it (method.md 3.1), kept as the oracle."
+    def __init__(self, d, h):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(d, h), nn.LayerNorm(h), nn.GELU(), nn.Linear(h, d))
+        nn.init.zeros_(self.net[3].weight); nn.init.zeros_(self.net[3].bias)
+
+    def forward(self, x): return F.normalize(x + self.net(x), p=2, dim=1)
+
+
+def test_released_block_same_weights_value_and_gradient():
+    "From one seed our block holds torch's own weights, and stays equal in value and gradient once trained."
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        theirs = Released(12, 20)
+    ours = EGABlock(12, hidden=20, gen=torch.Generator().manual_seed(5))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True): assert torch.allclose(p, q, atol=1e-7)     # bound computed in another order
+    ours.branch.load_state_dict(theirs.net.state_dict())
+    trained(ours), trained(theirs)
+    x, target = rows(8, 12), rows(8, 12, 1)
+    for f in (ours, theirs): ((f(x) - target)**2).sum().backward()
+    assert torch.equal(ours(x), theirs(x))
+    for p, q in zip(ours.parameters(), theirs.parameters()): assert torch.equal(p.grad, q.grad)
+
+
+def test_refine_decays_to_the_identity():
+    "Decay on R and r leads back to the identity map."
+    f, x = make("EGA", 8), rows(5, 8)
+    with torch.no_grad(): f.refine.weight.normal_(generator=torch.Generator().manual_seed(0)); f.refine.weight.mul_(0)
+    assert (f(x) - x).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds(kind):
+    "Same seed, same bits; another seed, other bits; the global generators are untouched."
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    a, b, c = make(kind, 20, 1), make(kind, 20, 1), make(kind, 20, 2)
+    assert torch.equal(torch_state, torch.get_rng_state()) and (numpy_state == np.random.get_state()[1]).all()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    if kind != "Linear": assert not all(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters()))
+
+
+@pytest.mark.parametrize("d, expected", [(512, (2_103_808, 4_732_416)), (1024, (4_201_472, 10_501_120)), (1152, (4_725_888, 12_107_136))])
+def test_counts_of_the_table(d, expected):
+    gen = torch.Generator()
+    state = gen.get_state()
+    with torch.device("meta"): block, paper = EGABlock(d, gen=gen), EGA(d, gen=gen)
+    assert (parameter_count(block), parameter_count(paper)) == expected
+    assert all(p.is_meta for p in paper.parameters()) and torch.equal(state, gen.get_state())       # nothing drawn, nothing allocated
+    q, h = -(-d//4), 2048
+    assert expected == (2*d*h + 3*h + d, 2*(2*d*h + 3*h + d + 2*d*q) + d*d + d)
+    assert parameter_count(GatedBlock(8, 4, gen)) == 2*8*4 + 3*4 + 8 + 2*8*2
+
+
+@pytest.mark.parametrize("rank, count", [(8, 8_192), (64, 65_536), (128, 131_072), (256, 262_144), (512, 524_288)])
+def test_lora_counts(rank, count):
+    assert parameter_count(LoRA(512, rank=rank, gen=torch.Generator())) == count
+
+
+def test_lora_scale_is_apart_from_rank():
+    "The default factor is 2 at every rank, and the factor multiplies B A and nothing else."
+    gen = torch.Generator().manual_seed(0)
+    assert all(LoRA(16, rank=r, gen=gen).scale == 2 for r in (1, 4, 16))
+    a, b = (trained(LoRA(16, rank=4, scale=s, gen=torch.Generator().manual_seed(3))) for s in (.5, 3.))
+    eye = torch.eye(16)
+    assert torch.allclose((a.as_matrix() - eye)*6, b.as_matrix() - eye, atol=1e-5)
+    assert torch.linalg.matrix_rank(b.as_matrix() - eye, atol=1e-4) == 4
+
+
+@pytest.mark.parametrize("kind", ("LoRA", "Linear"))
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_as_matrix(kind, dtype, tol):
+    f = trained(make(kind, 40).to(dtype))
+    x = rows(50, 40).to(dtype)
+    m = f.as_matrix()
+    assert m.shape == (40, 40) and m.dtype == dtype and not m.requires_grad
+    assert (f(x) - l2(x @ m.T)).abs().max() < tol
+    before = [p.clone() for p in f.parameters()]
+    m.add_(1)                                                           # a copy: changing it changes no weight
+    assert all(torch.equal(p, q) for p, q in zip(before, f.parameters()))
+
+
+def test_as_matrix_folds_into_faiss():
+    "LinearTransform + NormalizationTransform before a flat index returns the neighbours of the adapted rows."
+    faiss = pytest.importorskip("faiss")
+    f, x = trained(make("Linear", 24)), rows(300, 24).numpy()
+    z = transform(f, x, device="cpu")
+    m = np.ascontiguousarray(f.as_matrix().numpy())
+    linear = faiss.LinearTransform(24, 24, False)
+    faiss.copy_array_to_vector(m.ravel(), linear.A); linear.is_trained = True
+    index = faiss.IndexPreTransform(faiss.IndexFlatL2(24))
+    index.prepend_transform(faiss.NormalizationTransform(24, 2.)); index.prepend_transform(linear)
+    index.add(x)
+    flat = faiss.IndexFlatL2(24); flat.add(z)
+    (d1, i1), (d2, i2) = index.search(x, 5), flat.search(z, 5)
+    assert (i1 == i2).mean() > .999 and np.abs(d1 - d2).max() < 1e-5       # float32 sums in another order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_finite_differences(kind):
+    f = trained(make(kind, 5, hidden=4, rank=2)).double()
+    x = rows(3, 5).double().requires_grad_()
+    names = [k for k, _ in f.named_parameters()]
+    values = tuple(p.detach().requires_grad_() for p in f.parameters())
+    def call(x, *ws): return torch.func.functional_call(f, dict(zip(names, ws)), (x,))
+    assert torch.autograd.gradcheck(call, (x, *values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_independent_and_unit(kind):
+    "Permuting, dropping or vmapping rows changes nothing for the others (LayerNorm, not BatchNorm)."
+    f, x = trained(make(kind, 32)), rows(40, 32)
+    z, order = f(x), torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(z.norm(dim=1), torch.ones(40), atol=1e-6)
+    assert torch.allclose(f(x[order]), z[order], atol=1e-6) and torch.allclose(f(x[3:4]), z[3:4], atol=1e-6)
+    assert torch.allclose(torch.func.vmap(f)(x), z, atol=1e-6)
+    assert torch.equal(f.train()(x), f.eval()(x))                        # no dropout, no running statistics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_round_trip(kind):
+    f, x, file = trained(make(kind, 12)), rows(6, 12), io.BytesIO()
+    torch.save(f.state_dict(), file); file.seek(0)
+    g = make(kind, 12, seed=3)
+    g.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(f(x), g(x))
+
+
+# interpolate
+
+def test_interpolate_is_shrinking_the_branch():
+    "baselines.md section 6: l2((1-a) x + a l2(x+g)) = l2(x + k g), k = (a/n)/((1-a) + a/n)."
+    x = rows(50, 6).double(); x = x/x.norm(dim=1, keepdim=True)
+    g = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    n = (x + g).norm(dim=1, keepdim=True)
+    for alpha in (0, .1, .5, .77, 1):
+        k = (alpha/n)/((1 - alpha) + alpha/n)
+        assert (interpolate(x, l2(x + g), alpha) - l2(x + k*g)).abs().max() < 1e-12
+
+
+def test_interpolate_ends_arc_and_kinds():
+    x, z = rows(30, 5).double().numpy(), rows(30, 5, 1).double().numpy()
+    x, z = (v/np.linalg.norm(v, axis=1, keepdims=True) for v in (x, z))
+    assert np.allclose(interpolate(x, z, 0), x, atol=1e-15) and np.allclose(interpolate(x, z, 1), z, atol=1e-15)
+    mid = interpolate(x, z, .3)
+    assert np.allclose(np.linalg.norm(mid, axis=1), 1) and np.allclose(mid, interpolate(torch.tensor(x), torch.tensor(z), .3).numpy(), atol=1e-15)
+    angle = lambda u, v: np.arccos((u*v).sum(1).clip(-1, 1))
+    assert np.allclose(angle(x, mid) + angle(mid, z), angle(x, z), atol=1e-7)           # on the arc; arccos loses half the digits near 1
+    assert np.allclose(interpolate(x, z, .3), interpolate(z, x, .7), atol=1e-15)
+    assert interpolate(x.astype("f4"), z.astype("f4"), .5).dtype == np.float32
+
+
+@pytest.mark.parametrize("alpha", (-.1, 1.1, float("nan")))
+def test_interpolate_refuses_alpha(alpha):
+    with pytest.raises(InputError, match="alpha"): interpolate(np.eye(2), np.eye(2), alpha)
+
+
+def test_interpolate_refuses_opposite_and_shapes():
+    with pytest.raises(InputError, match="opposite"): interpolate(on_circle(10), on_circle(190), .5)
+    with pytest.raises(InputError, match="one shape"): interpolate(np.eye(2), np.eye(3), .5)      # would not broadcast
+    with pytest.raises(InputError, match="one shape"): interpolate(np.eye(3), np.eye(3)[:1], .5)  # would broadcast silently
+
+
+# transform
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transform(kind):
+    "Equal to the module called directly; batch size, memory layout and adapter dtype do not matter."
+    f, x = trained(make(kind, 18)), rows(101, 18)
+    z = transform(f, x.numpy(), device="cpu")
+    assert isinstance(z, np.ndarray) and z.dtype == np.float32 and z.flags.c_contiguous and z.shape == (101, 18)
+    assert np.allclose(z, f(x).detach().numpy(), atol=1e-6)
+    for batch in (1, 7, 100, 101, 5000): assert np.allclose(z, transform(f, x.numpy(), batch=batch, device="cpu"), atol=1e-6)
+    assert np.allclose(z, transform(f, np.asfortranarray(x.double().numpy()), device="cpu"), atol=1e-6)
+    assert np.allclose(z, transform(copy.deepcopy(f).double(), x, device="cpu"), atol=1e-6)
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_transform_leaves_everything_as_it_was(training):
+    f, x = make("EGA", 8).train(training), rows(9, 8).numpy()
+    kept, x_kept, state = copy.deepcopy(f.state_dict()), x.copy(), torch.get_rng_state()
+    x.flags.writeable = False                                             # memory maps are read-only
+    z = transform(f, x, device="cpu")
+    assert f.training is training and all(p.requires_grad and p.grad is None for p in f.parameters())
+    assert all(torch.equal(v, kept[k]) for k, v in f.state_dict().items()) and (x == x_kept).all() and torch.equal(state, torch.get_rng_state())
+    assert z.flags.writeable and not np.shares_memory(x, z) and torch.is_grad_enabled()
+
+
+def test_transform_runs_in_eval_mode():
+    class Noisy(Linear):
+        def forward(self, x): return l2(F.dropout(super().forward(x), .5, self.training))
+    f, x = Noisy(6), rows(20, 6).numpy()
+    assert np.allclose(transform(f, x, device="cpu"), x, atol=1e-6) and f.training
+
+
+def test_transform_refuses():
+    f = make("Linear", 4)
+    with pytest.raises(InputError, match="4 columns"): transform(f, np.eye(3))
+    with pytest.raises(InputError, match="unit rows"): transform(f, 2*np.eye(4))
+    with pytest.raises(InputError, match="batch"): transform(f, np.eye(4), batch=0)
+    with pytest.raises(InputError, match="NaN"): transform(f, np.full((2, 4), np.nan))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transform_on_cuda(kind):
+    f, x = trained(make(kind, 64)), rows(500, 64).numpy()
+    assert np.allclose(transform(f, x), transform(f, x, device="cpu"), atol=1e-5)          # another order of sums
+    assert next(f.parameters()).device.type == "cpu"
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(make(kind, 64).cuda().parameters(), make(kind, 64).parameters()))
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda g: EGA(0, gen=g), "d must be an integer >= 1"), (lambda g: EGA(4.0, gen=g), "d must be"), (lambda g: EGABlock(8, hidden=0, gen=g), "hidden"),
+    (lambda g: LoRA(8, rank=9, gen=g), "rank must be at most d = 8"), (lambda g: LoRA(8, rank=0, gen=g), "rank"), (lambda g: LoRA(8, rank=2, scale=0., gen=g), "scale"),
+    (lambda g: LoRA(8, rank=2, scale=float("nan"), gen=g), "scale"), (lambda g: Linear(True), "d must be"), (lambda g: EGA(8, gen=None), "torch.Generator"),
+    (lambda g: EGA(8, gen=np.random.default_rng(0)), "torch.Generator"), (lambda g: EGA(8, gen=g)(torch.ones(2, 9)), "9"), (lambda g: Linear(8)(torch.ones(9)), "d=8")])
+def test_refusals(call, words):
+    with pytest.raises(InputError, match=words): call(torch.Generator())
+
+
+def test_large_row_counts_stay_small_in_memory():
+    "One batch at a time: the branch of 100 000 rows at hidden 2048 would need 800 MB, a batch of 512 needs 4 MB."
+    f, seen = EGABlock(8, hidden=16, gen=torch.Generator()), []
+    f.branch.register_forward_hook(lambda m, i, o: seen.append(len(o)))
+    transform(f.eval(), rows(2000, 8), batch=512, device="cpu")
+    assert seen == [512, 512, 512, 464]
