@@ -131,11 +131,25 @@ def test_released_block_same_weights_value_and_gradient():
     for p, q in zip(ours.parameters(), theirs.parameters()): assert torch.equal(p.grad, q.grad)
 
 
-def test_refine_decays_to_the_identity():
-    "Decay on R and r leads back to the identity map."
+def test_lora_starts_as_kaiming():
+    "A is kaiming_uniform with a = sqrt 5, the first weights of the released LoRA; B is 0."
+    ours, theirs = LoRA(50, rank=9, gen=torch.Generator().manual_seed(4)), torch.empty(9, 50)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        nn.init.kaiming_uniform_(theirs, a=5**.5)
+    assert torch.allclose(ours.A, theirs, atol=1e-7) and not ours.B.any() and ours.B.shape == (50, 9)
+
+
+def test_decay_of_refine_leads_to_the_identity():
+    "Shrinking R and r, as weight decay does, moves f monotonically back to x."
     f, x = make("EGA", 8), rows(5, 8)
-    with torch.no_grad(): f.refine.weight.normal_(generator=torch.Generator().manual_seed(0)); f.refine.weight.mul_(0)
-    assert (f(x) - x).abs().max() <= 1e-6
+    with torch.no_grad():
+        for p in f.refine.parameters(): p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+        away = []
+        for _ in range(5):
+            away.append((f(x) - x).norm().item())
+            for p in f.refine.parameters(): p.mul_(.3)
+    assert away == sorted(away, reverse=True) and away[0] > 1 > .1 > away[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
