@@ -33,7 +33,7 @@ class LinearMap:
 
 # %% ../nbs/09_closed_form.ipynb #labelled
 def _labelled(x, y):
-    "Labelled rows in float64 and the mean of each row's class: (n, d), (n, d)."
+    "Labelled rows in float64 (n, d), class means (C, d), and the class of each row (n,)."
     x = as_rows(x)
     y = as_labels(y, len(x), min_classes=2)
     _, inverse, sizes = np.unique(y[y >= 0], return_inverse=True, return_counts=True)
@@ -41,15 +41,16 @@ def _labelled(x, y):
     x = x[y >= 0].astype(np.float64)
     means = np.zeros((len(sizes), x.shape[1]))
     np.add.at(means, inverse, x)
-    return x, (means/sizes[:, None])[inverse]
+    return x, means/sizes[:, None], inverse
 
 def scatter(
     x,   # (n, d) rows
     y    # (n,) int labels; -1 rows are ignored
 ):       # (d, d) within-class and (d, d) between-class covariance, float64
     "Within- and between-class covariance, both divided by n."
-    x, means = _labelled(x, y)
-    within, between = x - means, means - x.mean(0)
+    x, means, inverse = _labelled(x, y)
+    within = x - means[inverse]
+    between = np.sqrt(np.bincount(inverse))[:, None]*(means - x.mean(0))       # (C, d), not (n, d): C rows are enough
     return within.T @ within/len(x), between.T @ between/len(x)
 
 # %% ../nbs/09_closed_form.ipynb #inverse-root
@@ -144,6 +145,7 @@ class Ridge(LinearMap):
     def fit(self, x, y):   # (n, d) rows, (n,) labels -> self
         "Solve the normal equations."
         if not self.lam > 0: raise InputError(f"lam must be > 0, got {self.lam}; large values are frozen")
-        x, means = _labelled(x, y)
+        x, means, inverse = _labelled(x, y)
         pull = self.lam*np.eye(x.shape[1])
-        return self._set(np.linalg.solve(x.T @ x/len(x) + pull, x.T @ means/len(x) + pull), np.zeros(x.shape[1]))
+        XT = means.T @ (means*np.bincount(inverse)[:, None])/len(x)             # X'T/n: the rows of a class share one target
+        return self._set(np.linalg.solve(x.T @ x/len(x) + pull, XT + pull), np.zeros(x.shape[1]))

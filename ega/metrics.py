@@ -145,7 +145,8 @@ def replicates(
 def _outcomes(values, classes):
     "Checked values, and the row numbers of each class."
     values = np.asarray(values, dtype=np.float64)
-    classes = as_labels(classes, len(values), "classes")
+    classes = as_labels(classes, len(values), "classes", min_classes=0)
+    if (classes < 0).any(): raise InputError(f"every query must have a class, got {(classes < 0).sum()} unlabelled; drop them")
     if not len(values) or not np.isfinite(values).all(): raise InputError(f"values must be finite and at least one, got {len(values)} with {(~np.isfinite(values)).sum()} NaN or inf; drop unanswered queries first")
     return values, [np.flatnonzero(classes == c) for c in np.unique(classes)]
 
@@ -165,7 +166,8 @@ def bootstrap(
     level=.95      # share of replicates inside
 ):                 # Interval: mean, low, high
     "Mean with a percentile interval over classes, then queries."
-    return _interval(np.mean(values), replicates(values, classes, rng, n_boot=n_boot), level)
+    means = replicates(values, classes, rng, n_boot=n_boot)
+    return _interval(np.mean(values), means, level)
 
 # %% ../nbs/08_metrics.ipynb #bootstrap-worst
 def bootstrap_worst(
