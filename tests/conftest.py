@@ -1,0 +1,18 @@
+"""What all tests share: slow and GPU tests are skipped aloud, generated cases are the same in every run."""
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ega", deadline=None, derandomize=True)    # a busy machine is no failure
+settings.load_profile("ega")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+        if "gpu" in item.keywords:
+            import torch
+            if not torch.cuda.is_available(): item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,23 @@
+"""Copies for nbval: counts, skip tags, and only the notebooks that carry results."""
+import nbformat
+import nbformat.v4 as nbf
+from nbval_copies import copy_all, directives
+
+
+def test_directives():
+    assert directives("#| export\n#| eval: false\nx = 1\n#| hide") == {"export": "", "eval": "false"}
+
+
+def test_copies(tmp_path):
+    source, target = tmp_path/"nbs", tmp_path/"_nbval"
+    source.mkdir()
+    shown = [nbf.new_output("execute_result", {"text/plain": "3"})]
+    cells = [nbf.new_markdown_cell("# X"), nbf.new_code_cell("1 + 2", outputs=shown), nbf.new_code_cell("#| slow\nx"), nbf.new_code_cell("#| eval: false\nx")]
+    for name in ("00_core", "20_id", "40_tables", "index"): nbformat.write(nbf.new_notebook(cells=cells), source/f"{name}.ipynb")
+    copies = copy_all(source, target)
+    assert [f.name for f in copies] == ["20_id.ipynb", "40_tables.ipynb", "index.ipynb"]
+    nb = nbformat.read(copies[0], 4)
+    code = nb.cells[1:]
+    assert [c.execution_count for c in code] == [1, 2, 3] and code[0].outputs[0].execution_count == 1
+    assert ["nbval-skip" in c.metadata.get("tags", []) for c in code] == [False, True, True]
+    assert nbformat.read(source/"20_id.ipynb", 4).cells[1].execution_count is None      # the notebook itself is left alone
