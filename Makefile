@@ -1,0 +1,71 @@
+# Two commands matter, `make reproduce` and `make test`; both set themselves up.
+PROFILE ?= quick
+BIN     := .venv/bin
+PY      := $(BIN)/python
+READY   := .venv/.ready
+NOTICES := .venv/share/jupyter/lab/settings/overrides.json
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+.DEFAULT_GOAL := help
+.PHONY: help setup reproduce paper test check export lab hooks clean always
+
+help:  ## show these lines
+	@echo "usage: make TARGET"; echo
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' Makefile | while IFS='|' read -r t d; do printf '  %-10s %s\n' "$$t" "$$d"; done
+
+setup: $(READY)  ## install into .venv, once (2 to 3 minutes, 1.6 GB)
+
+reproduce: $(READY)  ## train the main grid, draw its report (PROFILE=quick or full)
+	@$(BIN)/ega reproduce --profile $(PROFILE)
+
+paper: $(READY)  ## committed results -> tables, figures, paper/report.pdf
+	@$(PY) paper/build.py
+
+test: $(READY)  ## everything: export, README, notebooks, tests, outputs
+	@$(PY) tests/steps.py
+
+check: $(READY)  ## the quick part of test, in seconds: export, README, form
+	@$(PY) tests/steps.py --quick
+
+export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
+	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+	@OMP_NUM_THREADS=1 $(PY) -m nbconvert --log-level ERROR --to notebook --execute --inplace \
+	  --ExecutePreprocessor.extra_arguments=--log-level=ERROR nbs/index.ipynb
+	@$(BIN)/nbdev_clean && $(PY) docs/readme.py
+
+lab: $(READY) $(NOTICES)  ## open the notebooks in JupyterLab, first page first
+	@$(PY) -m jupyterlab --allow-root nbs/index.ipynb
+
+hooks: $(READY)  ## in this clone only: check before a commit, merge by cell
+	@git config merge.nbdev-merge.name "merge notebooks cell by cell"
+	@git config merge.nbdev-merge.driver "$(BIN)/nbdev_merge %O %A %B %P"
+	@git config core.hooksPath .githooks
+	@echo "Notebooks merge by cell; make check runs before a commit (git commit --no-verify skips it)."
+
+clean:  ## remove caches; runs in build/ and .venv stay
+	@rm -rf _nbval _proc .pytest_cache .hypothesis *.egg-info nbs/.ipynb_checkpoints
+	@find ega nbs tests docs paper -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp holds the folder it was made in: a moved or copied tree would go on importing the old one.
+ifneq ("$(shell cat $(READY) 2>/dev/null)","$(CURDIR)")
+$(READY): always
+endif
+$(READY): pyproject.toml constraints.txt
+	@set -e; start=$$(date +%s); \
+	for p in "$(PYTHON)" python3.11 python3.12 python3.13 python3; do \
+	  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break || p=; \
+	done; \
+	if [ -z "$$p" ]; then \
+	  echo "The pinned versions need Python 3.11 or newer; found: $$(python3 --version 2>&1 || true)" >&2; \
+	  echo "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "Installing into .venv with $$("$$p" --version), 2 to 3 minutes ..."; \
+	[ "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)" ] || "$$p" -m venv --clear .venv; \
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'; \
+	printf '%s' "$(CURDIR)" > $(READY); \
+	echo "Ready after $$(($$(date +%s) - start)) s."
+
+# JupyterLab asks about news in a pop-up; this is the setting its "No" button writes, kept inside .venv.
+$(NOTICES): $(READY)
+	@mkdir -p $(@D)
+	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' > $@

@@ -1,0 +1,45 @@
+"""`make test`: every check of the repository, one after the other, each with its time; all run even if one fails.
+
+`--quick` keeps the checks that take seconds."""
+import os, subprocess, sys, time
+from pathlib import Path
+
+root = Path(__file__).resolve().parent.parent
+bin_ = Path(sys.executable).parent
+form = ["tests/test_layers.py", "tests/test_notebooks.py", "tests/test_tree.py"]
+
+QUICK = {
+    "modules in sync with the notebooks": ["python", "tests/sync.py"],
+    "README in sync with nbs/index.ipynb": ["python", "docs/readme.py", "--check"],
+    "layers, form of notebooks, tracked files": ["python", "-m", "pytest", "-q", *form],
+}
+FULL = {
+    **dict(list(QUICK.items())[:2]),
+    "every notebook runs (nbdev_test)": ["nbdev_test", "--n_workers", "2"],
+    "tests (pytest)": ["python", "-m", "pytest", "-q"],
+    "stored results are what the notebooks show (nbval)": ["python", "tests/nbval_copies.py", "--run"],
+}
+
+
+def environment():
+    "Two workers on two cores: one thread each. No network, no window; commands of this Python first."
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1",
+            **os.environ, "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def run(steps):
+    "Run the steps; the names of those that failed."
+    failed, start = [], time.perf_counter()
+    for i, (name, command) in enumerate(steps.items(), 1):
+        print(f"[{i}/{len(steps)}] {name}", flush=True)
+        t = time.perf_counter()
+        code = subprocess.run([bin_/command[0], *command[1:]], cwd=root, env=environment()).returncode
+        if code: failed.append(name)
+        print(f"      {'FAILED' if code else 'ok'}, {time.perf_counter() - t:.1f} s\n", flush=True)
+    print(f"{len(steps) - len(failed)} of {len(steps)} steps passed in {time.perf_counter() - start:.0f} s")
+    for name in failed: print(f"  failed: {name}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(bool(run(QUICK if "--quick" in sys.argv else FULL)))
