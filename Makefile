@@ -28,13 +28,13 @@ check: $(READY)  ## the quick part of test, in seconds: export, README, form
 	@$(PY) tests/steps.py --quick
 
 export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
-	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+	@$(BIN)/nbdev_export
 	@OMP_NUM_THREADS=1 $(PY) -m nbconvert --log-level ERROR --to notebook --execute --inplace \
 	  --ExecutePreprocessor.extra_arguments=--log-level=ERROR nbs/index.ipynb
 	@$(BIN)/nbdev_clean && $(PY) docs/readme.py
 
 lab: $(READY) $(NOTICES)  ## open the notebooks in JupyterLab, first page first
-	@$(PY) -m jupyterlab --allow-root nbs/index.ipynb
+	@$(PY) -m jupyterlab --allow-root --LabApp.default_url=/lab/tree/nbs/index.ipynb
 
 hooks: $(READY)  ## in this clone only: check before a commit, merge by cell
 	@git config merge.nbdev-merge.name "merge notebooks cell by cell"
@@ -61,7 +61,7 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "Installing into .venv with $$("$$p" --version), 2 to 3 minutes ..."; \
 	[ "$$(cat $(READY) 2>/dev/null)" = "$(CURDIR)" ] || "$$p" -m venv --clear .venv; \
-	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'; \
+	$(PY) -m pip install -qq -c constraints.txt -e '.[dev]'; \
 	printf '%s' "$(CURDIR)" > $(READY); \
 	echo "Ready after $$(($$(date +%s) - start)) s."
 

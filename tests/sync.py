@@ -2,8 +2,8 @@
 import hashlib, shutil, subprocess, sys, tempfile
 from pathlib import Path
 
-CURE = "run `make export`"
-EDITED = f"{CURE}; to keep an edit made in the module itself, `.venv/bin/nbdev_update` first"
+CURE = """run `make export`; an edit made in a module goes back to its notebook
+      first, with .venv/bin/nbdev_update"""
 
 
 def digests(root):
@@ -25,17 +25,18 @@ def exported(root, folder):
 
 
 def complaints(root):
-    "One line a file that is out of step, with what to do."
+    "One line a file that is out of step."
     with tempfile.TemporaryDirectory() as folder:
         now, then = digests(root), digests(exported(root, Path(folder)))
     def line(f):
-        if f not in then: return f"{f}: no notebook exports it; delete it, or restore its notebook"
-        if f not in now: return f"{f}: missing; {CURE}"
-        return f"{f}: not cleaned; {CURE}" if f.endswith(".ipynb") else f"{f}: is not what its notebook exports; {EDITED}"
+        if f not in then: return f"{f}: no notebook exports it; delete it or restore its notebook"
+        if f not in now: return f"{f}: missing"
+        return f"{f}: not cleaned" if f.endswith(".ipynb") else f"{f}: not what its notebook exports"
     return [line(f) for f in sorted({*now, *then}) if now.get(f) != then.get(f)]
 
 
 if __name__ == "__main__":
     found = complaints(Path(__file__).resolve().parent.parent)
-    print(*(f"      {c}" for c in found), sep="\n", end="\n" if found else "")
+    for line in found: print(f"      {line}")
+    if found: print(f"      Cure: {CURE}")
     sys.exit(bool(found))
