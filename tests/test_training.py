@@ -1,0 +1,166 @@
+"The loop against torch by hand, its determinism, its checkpoints under a real kill."
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from ega.adapters import EGA, EGABlock, Linear, LoRA, transform
+from ega.core import InputError, fingerprint, normalize, streams, torch_generator
+from ega.losses import supcon
+from ega.sparsity import class_index, whole_set_triplets
+from ega.training import TrainConfig, cosine, dense, in_batch, preserving, train, whole_set
+
+
+def data(n=150, d=20, classes=5, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % classes
+    return normalize(rng.normal(size=(n, d)) + rng.normal(size=(classes, d))[y]), y
+
+
+def bits(adapter): return fingerprint(*(v.numpy() for v in adapter.state_dict().values()))
+
+
+def fit(objective, x, y, make=EGABlock, seed=0, config=TrainConfig(epochs=6, batch=32, lr=1e-3), **kw):
+    s = streams(seed)
+    adapter = make(x.shape[1], **({} if make is Linear else {"rank": 4} if make is LoRA else {"hidden": 16}), gen=torch_generator(s.init))
+    return adapter, train(adapter, objective, x, y, streams=s, config=config, device="cpu", **kw)
+
+
+def objectives(y): return {"in_batch": in_batch(.2), "whole_set": whole_set(.2, class_index(torch.as_tensor(y))), "supcon": dense(supcon),
+                           "preserve": preserving(in_batch(.2, sparse=False), 1.)}
+
+
+def test_the_loop_is_adamw_with_a_cosine_schedule_by_hand():
+    "A plain loop with torch's scheduler and the same generators gives the same weights."
+    x, y = data()
+    config, s = TrainConfig(epochs=4, batch=64, lr=1e-3), streams(1)
+    ours, _ = fit(dense(supcon), x, y, seed=1, config=config)
+    theirs = EGABlock(20, hidden=16, gen=torch_generator(s.init))
+    order = torch_generator(s.order)
+    opt = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 4)
+    tx, ty = torch.tensor(x), torch.tensor(y)
+    for _ in range(4):
+        for rows in torch.randperm(150, generator=order).split(64):
+            loss = supcon(theirs(tx[rows]), ty[rows])
+            opt.zero_grad(); loss.backward(); opt.step()
+        schedule.step()
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()): assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(sparse):
+    x, y = data()
+    tx, ty, rows = torch.tensor(x), torch.tensor(y), torch.arange(50)
+    index, adapter = class_index(ty), EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
+    t = whole_set_triplets(index, rows, gen=torch.Generator().manual_seed(5))
+    ours = torch.autograd.grad(whole_set(.3, index, sparse=sparse)(adapter, tx.double(), ty, rows, torch.Generator().manual_seed(5)).loss, adapter.parameters())
+    hand = torch.nn.TripletMarginLoss(margin=.3)(*(adapter(tx.double()[i]) for i in t))
+    for a, b in zip(ours, torch.autograd.grad(hand, adapter.parameters())): assert torch.allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize("margin", [.001, .2, 1.])
+def test_sparse_backward_has_the_gradient_of_the_dense_one(margin):
+    "In float64, over batches with few, some and nearly all hinges open."
+    x, y = data()
+    tx, ty = torch.tensor(x).double(), torch.tensor(y)
+    adapter = EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
+    for seed in range(5):
+        steps = [in_batch(margin, sparse=s)(adapter, tx, ty, torch.arange(64), torch.Generator().manual_seed(seed)) for s in (True, False)]
+        (a, b) = (torch.cat([g.flatten() for g in torch.autograd.grad(s.loss, adapter.parameters())]) for s in steps)
+        assert torch.allclose(a, b, atol=1e-13) and torch.allclose(steps[0].loss, steps[1].loss, atol=1e-14) and steps[0].rho == steps[1].rho
+
+
+def test_preservation_refuses_a_sparse_objective():
+    x, y = data()
+    with pytest.raises(InputError, match="sparse=False"): fit(preserving(in_batch(.2), 1.), x, y)
+
+
+@pytest.mark.parametrize("name", ["in_batch", "whole_set", "supcon", "preserve"])
+def test_same_seed_same_bits(name):
+    x, y = data()
+    a, b, c = (bits(fit(objectives(y)[name], x, y, seed=s)[0]) for s in (3, 3, 4))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("make", [EGA, EGABlock, LoRA, Linear])
+def test_every_adapter_trains_and_keeps_unit_rows(make):
+    x, y = data()
+    adapter, history = fit(dense(supcon), x, y, make=make, config=TrainConfig(epochs=10, batch=64, lr=3e-3))
+    z = transform(adapter, x)
+    assert history.loss[-1] < history.loss[0] and np.allclose(np.linalg.norm(z, axis=1), 1, atol=1e-5) and not np.allclose(z, x, atol=1e-2)
+    assert len(history.loss) == len(history.rho) == 30 and not adapter.training
+
+
+def test_global_random_state_is_neither_read_nor_touched():
+    x, y = data()
+    torch.manual_seed(0); np.random.seed(0)
+    first, state = bits(fit(in_batch(.2), x, y)[0]), torch.random.get_rng_state()
+    torch.manual_seed(9); np.random.seed(9)
+    assert bits(fit(in_batch(.2), x, y)[0]) == first
+    torch.manual_seed(0); assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_batches_without_a_triplet_move_only_by_decay():
+    "Batches of 2 rows among 40 classes: most hold no positive; loss 0, rho 0, finite weights."
+    x, y = data(80, classes=40)
+    adapter, history = fit(in_batch(.2), x, y, config=TrainConfig(epochs=2, batch=2))
+    assert np.isfinite(history.loss).all() and min(history.rho) == 0 and all(torch.isfinite(p).all() for p in adapter.parameters())
+
+
+def test_n_smaller_than_the_batch_and_a_short_last_batch():
+    for n in (10, 33):
+        x, y = data(n, classes=3)
+        assert len(fit(dense(supcon), x, y)[1].loss) == 6*-(-n//32)
+
+
+def test_bad_input_is_refused_before_the_first_step():
+    x, y = data()
+    for change, words in ((dict(y=y[:-1]), "one label a row"), (dict(y=np.zeros(150, int)), "at least 2 classes"), (dict(y=np.r_[y[:-1], -1]), "label -1"), (dict(x=3*x), "unit rows")):
+        with pytest.raises(InputError, match=words): fit(dense(supcon), **({"x": x, "y": y} | change))
+    with pytest.raises(InputError, match="epochs must be >= 1"): TrainConfig(epochs=0)
+    with pytest.raises(InputError, match="lr must be >= 0"): TrainConfig(lr=float("nan"))
+
+
+def test_a_diverging_loss_stops_with_the_learning_rate_named():
+    x, y = data()
+    def blows_up(z, y): return (z*float("inf")).sum()
+    with pytest.raises(FloatingPointError, match="lower the learning rate"): fit(dense(blows_up), x, y)
+
+
+def test_cosine_begins_at_one_and_never_reaches_zero():
+    assert cosine(0, 10) == 1 and 0 < cosine(9, 10) < .03 and abs(cosine(5, 10) - .5) < 1e-12
+
+
+KILLED = textwrap.dedent("""
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    from test_training import *
+    x, y = data()
+    slow = in_batch(.2)
+    def objective(*a): time.sleep(.02); return slow(*a)
+    adapter, history = fit(objective, x, y, config=TrainConfig(epochs=12, batch=32, lr=1e-3), checkpoint={path!r}, every=0)
+    print(bits(adapter), len(history.loss))
+""")
+
+
+def test_kill_9_and_resume_gives_the_same_bits(tmp_path):
+    x, y = data()
+    whole, history = fit(in_batch(.2), x, y, config=TrainConfig(epochs=12, batch=32, lr=1e-3))
+    path = tmp_path/"run.safetensors"
+    code = KILLED.format(tests=os.path.dirname(__file__), path=str(path))
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    while not path.exists(): time.sleep(.01); assert process.poll() is None
+    time.sleep(.15)
+    process.send_signal(signal.SIGKILL); process.wait()
+    assert path.exists()
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [bits(whole), str(len(history.loss))] and not path.exists()
