@@ -147,7 +147,10 @@ def _state(adapter, optimizer, generators, history):
 # %% ../nbs/05_training.ipynb #save-checkpoint
 def save_checkpoint(
     path,       # where it shall lie
-    adapter, optimizer, generators, history,
+    adapter,    # nn.Module
+    optimizer,  # its AdamW
+    generators, # list of torch.Generator
+    history,    # History so far
     *, epoch,   # epochs done
     owner       # fingerprint of the run
 ):
@@ -185,7 +188,7 @@ def train(
     y,                  # (n,) labels >= 0
     *,
     streams,            # ega.core.streams(seed): uses `order` and `triplets`
-    config=TrainConfig(),
+    config=TrainConfig(),   # epochs, batch, learning rate, decay
     device=None,        # None: CUDA when there is one
     checkpoint=None,    # path; taken up if it is there, written as training goes, removed at the end
     every=10.,          # seconds between checkpoints

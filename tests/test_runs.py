@@ -1,0 +1,219 @@
+"Configurations, splits, the store under kills and concurrency, and the summary against a loop, on small packs made here."
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ega.core import InputError, normalize
+from ega.data import EmbeddingSet, pack_path, write_pack
+from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
+
+BUDGET = dict(hidden=16, epochs=2)
+
+
+def make_packs(root):
+    "One small pack for each that a benchmark names, with clusters, train and test rows and a few unlabelled rows."
+    rng = np.random.default_rng(0)
+    for name, encoder in {(n, b.encoder) for b in BENCHMARKS.values() for n in (b.train, b.unseen)}:
+        classes = 10 if name == "cifar10" else 12
+        y = np.r_[np.arange(180) % classes, [-1]*7]
+        x = normalize(rng.normal(size=(187, 12)) + .7*rng.normal(size=(classes + 1, 12))[y])
+        split = np.where(np.arange(187) // classes % 2, "train", "test")
+        write_pack(EmbeddingSet(x, y, split=split, meta={"set": name, "encoder": encoder}), pack_path(name, encoder, root))
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("packs")
+    make_packs(root)
+    return root
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+@pytest.mark.parametrize("split_seed", [42, 0])
+def test_unseen_splits_are_disjoint_in_rows_and_classes(packs, benchmark, split_seed):
+    config = config_of("unseen", benchmark, "frozen", split_seed=split_seed)
+    es, other = rows_of(config, packs)
+    s, b = split_of(config, es, other), BENCHMARKS[benchmark]
+    assert (es.y >= 0).all() and (other.y >= 0).all()
+    assert not np.intersect1d(s.fit, s.seen_queries).size and set(es.y[s.seen_queries]) <= set(es.y[s.fit])
+    if b.train == b.unseen:
+        assert not set(es.y[s.fit]) & set(other.y[s.unseen_queries]) and len(set(es.y[s.fit])) == round(.8*12)
+    if b.own_split:
+        assert set(es.split[s.fit]) == set(other.split[s.unseen_gallery]) == {"train"} and set(other.split[s.unseen_queries]) == set(es.split[s.seen_queries]) == {"test"}
+    else: assert np.array_equal(s.unseen_gallery, s.unseen_queries)
+
+
+def test_in_distribution_split_has_three_disjoint_parts_of_every_class(packs):
+    config = config_of("in_distribution", "cub100", "frozen")
+    es, other = rows_of(config, packs)
+    s = split_of(config, es, other)
+    parts = [s.fit, s.seen_gallery, s.seen_queries]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(180)) and all(set(es.y[p]) == set(es.y) for p in parts)
+    assert abs(len(s.fit)/180 - .5) < .05
+
+
+def test_run_id_is_the_whole_configuration():
+    base = config_of("unseen", "cub100", "supcon_preserve", **BUDGET)
+    changed = [replace(base, seed=1), replace(base, split_seed=1), replace(base, benchmark="tiny200"), replace(base, loss=replace(base.loss, lam=9.)),
+               replace(base, train=replace(base.train, lr=2e-4)), replace(base, adapter=replace(base.adapter, hidden=17)), replace(base, task="in_distribution")]
+    assert len({c.run_id for c in (base, *changed)}) == len(changed) + 1
+    assert config_from(RunConfig, json.loads(json.dumps(dict(vars(base)), default=vars))).run_id == base.run_id
+
+
+def test_unknown_names_are_refused(packs):
+    for change, words in ((dict(benchmark="x"), "benchmark must be one of"), (dict(method="x"), "method must be one of")):
+        with pytest.raises(InputError, match=words): config_of(**(dict(task="unseen", benchmark="cub100", method="ega") | change))
+    with pytest.raises(InputError, match="no field"): config_from(RunConfig, {"methd": "ega"})
+    base = config_of("unseen", "cub100", "ega", **BUDGET)
+    for bad, words in ((replace(base, task="x"), "task"), (replace(base, adapter=replace(base.adapter, kind="x")), "adapter kind"), (replace(base, loss=replace(base.loss, kind="x")), "loss kind"),
+                       (replace(base, loss=replace(base.loss, sampler="x")), "sampler"), (replace(base, adapter=replace(base.adapter, geometry="x")), "geometry")):
+        with pytest.raises(InputError, match=words): execute(bad, packs, device="cpu")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method):
+    rows = execute(config_of("unseen", "cub100", method, **BUDGET), packs, device="cpu").set_index("query_set")
+    assert list(rows.index) == ["seen", "unseen"]
+    for _, r in rows.iterrows():
+        assert len(r["query"]) == len(r.hit) == len(r.neighbour) == len(r.ivf_ar) == r.n and np.isclose(r.hit.mean(), r.lp1, atol=1e-6)
+        es, other = rows_of(config_from(RunConfig, json.loads(r.config)), packs)
+        assert np.array_equal(other.y[r["query"]], r.query_class) and np.isclose((other.y[r.neighbour] == r.query_class).mean(), r.lp1, atol=.03)
+    assert not (rows.loc["unseen", "neighbour"] == rows.loc["unseen", "query"]).any()
+    assert len(rows.rho_history.iloc[0]) == (BUDGET["epochs"] if METHODS[method].loss else 0)
+
+
+def test_frozen_leave_one_out_is_brute_force(packs):
+    r = execute(config_of("unseen", "tiny200>cifar10", "frozen"), packs, device="cpu").set_index("query_set").loc["unseen"]
+    _, other = rows_of(config_of("unseen", "tiny200>cifar10", "frozen"), packs)
+    s = other.x @ other.x.T
+    np.fill_diagonal(s, -9)
+    assert np.isclose((other.y[s.argmax(1)] == other.y).mean(), r.lp1, atol=1e-6) and r.displacement == 0
+
+
+def test_same_configuration_same_digits_in_any_process(packs, tmp_path):
+    configs = [config_of("unseen", "grocery", m, **BUDGET) for m in ("ega", "supcon", "lora_triplet")]
+    a, b = Store(tmp_path/"a", "unseen"), Store(tmp_path/"b", "unseen")
+    assert run_grid(configs, a, packs, workers=2, progress=False) == 3 and run_grid(configs[::-1], b, packs, workers=1, progress=False) == 3
+    a.seal(), b.seal()
+    for column in ("run_id", "query_set", "lp1", "ar1", "displacement"): assert a.read()[column].equals(b.read()[column])
+    for column in ("hit", "neighbour", "loss_history"): assert all(np.array_equal(p, q) for p, q in zip(a.read()[column], b.read()[column]))
+    assert run_grid(configs, a, packs, progress=False) == 0 and not a.parts.exists()
+
+
+GRID = textwrap.dedent("""
+    import sys
+    sys.path.insert(0, {tests!r})
+    from test_runs import *
+    if __name__ == "__main__":
+        grid = Grid("unseen", ("cub100", "grocery"), methods=("frozen", "wccn", "ega_block", "supcon", "ega"), hidden=16, epochs=40, splits=(42,), seeds=(0, 1))
+        store = Store({results!r}, "unseen")
+        print(run_grid(list(grid.configs()), store, {packs!r}, workers=2, progress=False), len(store.ids()))
+""")
+
+
+def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
+    script = tmp_path/"grid.py"
+    script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"killed"), packs=str(packs)))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    store, stamps = Store(tmp_path/"killed", "unseen"), {}
+    for kept in (1, 4, 8):
+        process = subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(store.ids()) < kept and process.poll() is None: time.sleep(.02)
+        process.send_signal(signal.SIGKILL); process.wait()
+        now = {p.name: p.stat().st_mtime_ns for p in store.parts.glob("*.parquet")}
+        assert stamps.items() <= now.items() and all(len(pd.read_parquet(store.parts/p)) for p in now)       # what was there is untouched and whole
+        stamps = now
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=True).stdout.split()
+    assert int(done[1]) == 16 and int(done[0]) <= 16 - len(stamps)
+    whole = Store(tmp_path/"whole", "unseen")
+    grid = Grid("unseen", ("cub100", "grocery"), methods=("frozen", "wccn", "ega_block", "supcon", "ega"), hidden=16, epochs=40, splits=(42,), seeds=(0, 1))
+    run_grid(list(grid.configs()), whole, packs, workers=2, progress=False)
+    assert store.read()[["run_id", "query_set", "lp1", "ar1"]].equals(whole.read()[["run_id", "query_set", "lp1", "ar1"]])
+
+
+def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
+    script = tmp_path/"grid.py"
+    script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)).replace("epochs=40", "epochs=4000"))
+    process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def alive(): return subprocess.run(["pgrep", "-f", "spawn_main.*parent_pid=%d|multiprocessing.*%s" % (process.pid, tmp_path)], capture_output=True, text=True).stdout.split()
+    end = time.time() + 60
+    while len(alive()) < 1 and time.time() < end: time.sleep(.1)
+    time.sleep(3)
+    process.send_signal(signal.SIGKILL); process.wait()
+    end = time.time() + 30
+    while alive() and time.time() < end: time.sleep(.2)
+    assert not alive()
+
+
+def test_a_failing_run_stops_the_grid_and_keeps_what_was_done(packs, tmp_path):
+    good, bad = config_of("unseen", "cub100", "frozen"), replace(config_of("unseen", "cub100", "ega", **BUDGET), loss=replace(METHODS["ega"].loss, sampler="x"))
+    store = Store(tmp_path, "unseen")
+    with pytest.raises(InputError, match="sampler"): run_grid([good, bad], store, packs, workers=1, progress=False)
+    assert store.ids() == {good.run_id}
+
+
+def test_two_processes_may_add_at_once(packs, tmp_path):
+    rows = execute(config_of("unseen", "grocery", "frozen"), packs, device="cpu")
+    a, b = Store(tmp_path, "unseen"), Store(tmp_path, "unseen")
+    a.add(rows); b.add(rows.assign(seconds=9.)); a.add(rows.assign(run_id="f"*16))
+    a.seal(); b.seal()
+    assert len(a.read()) == 4 and a.ids() == {rows.run_id[0], "f"*16} and not a.parts.exists()
+
+
+def test_a_broken_result_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="no results"): Store(tmp_path, "unseen").read()
+    (tmp_path/"unseen.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(InputError, match="no readable table"): Store(tmp_path, "unseen").read()
+
+
+@pytest.fixture(scope="module")
+def results(packs): return pd.concat([execute(config_of("unseen", b, m, split_seed=s, seed=t, **BUDGET), packs, device="cpu")
+                                      for b in ("cub100", "grocery") for m in ("frozen", "supcon") for s in (42, 0) for t in ((0, 1) if m == "supcon" else (0,))], ignore_index=True)
+
+
+def test_summary_is_the_mean_over_pairs_of_split_and_query(results):
+    line = summarize(results, n_boot=50).set_index(["query_set", "method", "metric", "benchmark"])
+    for b in ("cub100", "grocery"):
+        of = {m: results[(results.query_set == "unseen") & (results.benchmark == b) & (results.method == m)] for m in ("frozen", "supcon")}
+        value = {m: np.concatenate([np.mean(np.stack(g.hit.to_list()), 0) for _, g in f.groupby("split_seed")]).mean()*100 for m, f in of.items()}
+        assert np.isclose(line.loc[("unseen", "supcon", "lp1", b)].value, value["supcon"]) and np.isclose(line.loc[("unseen", "supcon", "lp1", b)]["diff"], value["supcon"] - value["frozen"])
+        assert line.loc[("unseen", "frozen", "lp1", b)]["diff_low"] == line.loc[("unseen", "frozen", "lp1", b)]["diff_high"] == 0
+    both = line.loc[("unseen", "supcon", "lp1")].loc[["cub100", "grocery"]]
+    assert np.isclose(line.loc[("unseen", "supcon", "lp1", "mean")].value, both.value.mean()) and np.isclose(line.loc[("unseen", "supcon", "lp1", "worst")]["diff"], both["diff"].min())
+    assert (line.low <= line.value + 1e-9).all() and (line.value <= line.high + 1e-9).all()
+
+
+def test_summary_interval_is_a_class_then_query_bootstrap(results):
+    "Against a plain loop over classes and queries, within the noise of two independent bootstraps."
+    r = results[(results.query_set == "unseen") & (results.benchmark == "grocery") & (results.method == "supcon") & (results.split_seed == 42)]
+    only = results[(results.benchmark == "grocery") & (results.split_seed == 42)]
+    line = summarize(only, n_boot=4000).query("query_set == 'unseen' and method == 'supcon' and metric == 'lp1'").iloc[0]
+    hits, classes, rng = np.mean(np.stack(r.hit.to_list()), 0), r.query_class.iloc[0], np.random.default_rng(1)
+    groups = [hits[classes == c] for c in np.unique(classes)]
+    means = []
+    for _ in range(4000):
+        drawn = [rng.choice(groups[g], len(groups[g])) for g in rng.integers(len(groups), size=len(groups))]
+        means.append(np.concatenate(drawn).mean())
+    assert np.allclose([line.low, line.high], 100*np.percentile(means, [2.5, 97.5]), atol=2.5)
+
+
+def test_summary_refuses_mixtures(results):
+    for column, value in (("nlist", 100), ("protocol", "released"), ("k", 5)):
+        mixed = results.copy(); mixed.loc[0, column] = value
+        with pytest.raises(InputError, match=f"different {column}"): summarize(mixed)
+    with pytest.raises(InputError, match="frozen is missing"): summarize(results[results.method != "frozen"])
+    with pytest.raises(InputError, match="splits of frozen"): summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
+
+
+def test_quick_is_a_part_of_full():
+    for name, grid in GRIDS["quick"].items():
+        assert {c.run_id for c in grid.configs()} <= {c.run_id for c in GRIDS["full"][name].configs()}
