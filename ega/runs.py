@@ -273,7 +273,7 @@ def execute(
     seconds = time.monotonic() - begun
     z, shared = adapt(es.x), other is es
     zu = z if shared else adapt(other.x)
-    def row(query_set, queries, rows, x, zz, y, verdict): return _row(config, p, history, seconds, query_set, rows, x, zz, y, verdict, queries)
+    def row(query_set, queries, rows, x, zz, y, verdict): return _row(config, p, (es, other), history, seconds, query_set, rows, x, zz, y, verdict, queries)
     q = split.seen_queries
     sets = {"seen": split.seen_gallery} | ({"seen_fit_gallery": split.fit} if config.task == "in_distribution" else {})
     result = [row(name, q, len(g), es.x, z, es.y, _on(judge(z[q], z[g], es.y[q], es.y[g], p.index), g)) for name, g in sets.items()]
@@ -292,7 +292,7 @@ def machine():
     import torch
     return f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.split('+')[0]}"
 
-def _row(config, protocol, history, seconds, query_set, gallery, x, z, y, verdict, queries):
+def _row(config, protocol, sets, history, seconds, query_set, gallery, x, z, y, verdict, queries):
     "One tidy row: who, under what, how well, query by query."
     moved = displacement(z[queries], x[queries]).mean() if z.shape == x.shape else float("nan")
     steps = len(history.loss)//config.train.epochs if history else 1
@@ -303,7 +303,7 @@ def _row(config, protocol, history, seconds, query_set, gallery, x, z, y, verdic
         lp1=float(verdict.hit.mean()), lp1_ivf=float(verdict.ivf_hit.mean()), ar1=float(verdict.ivf_ar.mean()),
         displacement=float(moved), rho_final=float(epochs["rho"][-1]) if history else float("nan"),
         rho_history=np.float32(epochs["rho"]), loss_history=np.float32(epochs["loss"]), seconds=seconds,
-        version=ega.__version__, machine=machine(), config=json.dumps(asdict(config), sort_keys=True),
+        version=ega.__version__, machine=machine(), packs=" ".join(dict.fromkeys(e.meta["sha256"][:16] for e in sets)), config=json.dumps(asdict(config), sort_keys=True),
         query=np.int32(queries), query_class=np.int32(y[queries]), neighbour=np.int32(verdict.neighbour),
         hit=np.float32(verdict.hit), ivf_hit=np.float32(verdict.ivf_hit), ivf_ar=np.float32(verdict.ivf_ar))
 
