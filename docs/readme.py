@@ -26,7 +26,7 @@ def relinked(
 ):         # Markdown for the root
     "Turn links relative to nbs/ into links relative to the root."
     def link(m): return m[0] if re.match(r"[a-z]+:|#|README_files/", m[1]) else f"]({posixpath.normpath(posixpath.join('nbs', m[1]))})"
-    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+    return re.sub(r"\]\(([^)\s]+)\)", link, text).replace('"../', '"')     # paths in code, too
 
 
 def render(

@@ -87,8 +87,10 @@ def _short(benchmark): return benchmark.replace("tiny200>", ">")
 # %% ../nbs/18_cli.ipynb #embed
 def _embed(args):
     "Images or texts to a pack."
-    from ega.encoders import embed_path
-    print(embed_path(args.source, args.encoder, args.out, batch=args.batch, on_error=args.on_error, progress=not args.quiet))
+    from ega.encoders import embed
+    done = embed(args.source, args.encoder, args.out, batch=args.batch, dtype=args.dtype, on_error=args.on_error, progress=not args.quiet)
+    for name, why in done.skipped.items(): print(f"skipped {name}: {why}", file=sys.stderr)
+    print(f"{done.rows} rows in {done.path}")
 
 # %% ../nbs/18_cli.ipynb #parser
 def parser():
@@ -106,7 +108,8 @@ def parser():
     c.add_argument("source", help="a folder of images (one subfolder a class), an .npz archive of images, or a .csv with a column `text`")
     c.add_argument("--encoder", required=True, help="a name such as efficientnet-lite0 or all-MiniLM-L6-v2, or the path of an .onnx file")
     c.add_argument("--out", required=True, help="the .parquet file to write")
-    c.add_argument("--batch", type=int, default=32, help="inputs a step (default: 32)")
+    c.add_argument("--batch", type=int, default=16, help="inputs encoded at once (default: 16)")
+    c.add_argument("--dtype", choices=("int8", "float16", "float32"), default="float16", help="how vectors are stored (default: float16)")
     c.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="what an unreadable input does (default: raise)")
     c.add_argument("--quiet", action="store_true", help="no progress bar")
     c = command("info", _info, "show what a pack holds")

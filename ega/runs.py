@@ -6,7 +6,7 @@
 __all__ = ['Method', 'METHODS', 'BENCHMARKS', 'PROTOCOLS', 'Verdict', 'GRIDS', 'OUTCOMES', 'AdapterConfig', 'LossConfig',
            'RunConfig', 'config_from', 'adapter_of', 'objective_of', 'geometry_of', 'fit', 'Benchmark', 'Protocol',
            'rows_of', 'split_of', 'judge', 'judge_left_out', 'execute', 'machine', 'Store', 'read_results', 'Grid',
-           'config_of', 'run_grid', 'check_comparable', 'summarize']
+           'config_of', 'run_grid', 'check_comparable', 'summarize', 'as_text', 'provenance']
 
 # %% ../nbs/11_runs.ipynb #94b87ad3
 import hashlib, json, os, platform, time
@@ -533,3 +533,29 @@ def _about(query_set, method, metric, parts, drawn):
     stack = np.stack([drawn[b][method, metric] for b in mine])                                    # (benchmarks, 1 + n_boot, 2)
     total = dict(n=sum(l["n"] for l in lines), runs=sum(l["runs"] for l in lines), seed_sd=float("nan"))
     return lines + [_line(reduce(stack, axis=0), **facts, benchmark=name, **total) for name, reduce in (("mean", np.mean), ("worst", np.min))]
+
+# %% ../nbs/11_runs.ipynb #as-text
+def as_text(
+    summary,         # from summarize
+    query_set,       # "seen", "unseen", ...
+    *,
+    metric="lp1",    # which metric
+    of="diff"        # "diff": against the baseline; "value": itself
+):                   # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"
+    "A summary for the eye: points with their interval."
+    prefix, form = ("diff_", "{:+.1f} [{:+.1f}, {:+.1f}]") if of == "diff" else ("", "{:.1f} [{:.1f}, {:.1f}]")
+    s = summary[(summary.query_set == query_set) & (summary.metric == metric)]
+    text = [form.format(*v) for v in s[[of, prefix + "low", prefix + "high"]].to_numpy()]
+    wide = s.assign(text=text).pivot(index="method", columns="benchmark", values="text")
+    return wide.loc[s.method.unique(), s.benchmark.unique()].rename_axis(index=None, columns=None)
+
+# %% ../nbs/11_runs.ipynb #provenance
+def provenance(
+    results   # rows of one experiment
+):            # one sentence
+    "What a table rests on, counted from its rows."
+    def listed(column): return ", ".join(map(str, sorted(results[column].unique())))
+    trained = [json.loads(c) for c in results.config.unique()]
+    hidden, epochs = ({c[part][key] for c in trained if c[part] and c[part][key]} for part, key in (("adapter", "hidden"), ("train", "epochs")))
+    return (f"{results.run_id.nunique()} runs: {results.method.nunique()} methods on {results.benchmark.nunique()} benchmarks, splits {listed('split_seed')}, seeds {listed('seed')}, "
+            f"hidden {', '.join(map(str, sorted(hidden)))}, {', '.join(map(str, sorted(epochs)))} epochs, protocol {listed('protocol')}; ega {listed('version')} on {listed('machine')}.")
