@@ -219,7 +219,7 @@ def image_archive(
     data, offsets = a["data"], a["offsets"]
     if len(offsets) != len(a["ids"]) + 1 or offsets[-1] != len(data): raise InputError(f"{path}: offsets must have {len(a['ids']) + 1} values and end at {len(data)}, got {len(offsets)} ending at {offsets[-1]}")
     known = SETS.get(path.stem, {})
-    return Source(known.get("set", path.stem), "image", a["ids"].tolist(), a["labels"].astype(np.int64), known.get("split") or a["split"].tolist(), tuple(a["names"].tolist()),
+    return Source(known.get("set", path.stem), "image", a["ids"].tolist(), a["labels"].astype(np.int64), a["split"].tolist(), tuple(a["names"].tolist()),
                   lambda i: data[offsets[i]:offsets[i + 1]].tobytes(), _file_hash(path), known)
 
 # %% ../nbs/10_encoders.ipynb #text-csv

@@ -190,6 +190,15 @@ def test_defect_is_named(pack, tmp_path, name):
     assert text.startswith(str(tmp_path/"bad.parquet")) and expected in text and ";" in text and "\n" not in text
 
 
+def test_text_that_is_not_utf8(pack, tmp_path):
+    table = pq.read_table(pack)
+    good = table["id"].combine_chunks()
+    text = bytearray(good.buffers()[2].to_pybytes()); text[0] = 0xff
+    bad = pa.Array.from_buffers(pa.string(), len(good), [None, good.buffers()[1], pa.py_buffer(bytes(text))])
+    pq.write_table(put(table, "id", bad), tmp_path/"bad.parquet")
+    with pytest.raises(InputError, match="bad.parquet.*UTF8"): read_pack(tmp_path/"bad.parquet")
+
+
 def test_unverified_reading_still_checks_form(pack, tmp_path):
     bad = rewrite(pack, tmp_path/"bad.parquet", DEFECTS["licence edited"][0])
     assert read_pack(bad, verify=False).meta["licence"] == "mine"
@@ -299,7 +308,9 @@ def test_check_finds_every_leak(seed, leak, pick):
     if leak == "negative": rows["fit"] = np.r_[rows["fit"], -1]
     if leak == "gallery": rows["seen_gallery"] = np.r_[rows["seen_gallery"], one(rows["seen_queries"])]
     if leak == "unseen overlap": rows["unseen_queries"] = rows["unseen_gallery"][:3]
-    with pytest.raises(InputError): Split(**rows).check(y)
+    said = {"seen query": "fit and seen_queries share", "unseen gallery row": "fit and unseen_gallery share", "unseen query row": "fit and unseen_queries share", "unseen class": "share 1 classes",
+            "twice": "holds a row twice", "range": "another set", "unlabelled": "without a label", "negative": "another set", "gallery": "seen_gallery and seen_queries", "unseen overlap": "unseen_gallery and unseen_queries"}
+    with pytest.raises(InputError, match=said[leak]): Split(**rows).check(y)
 
 
 def test_unseen_rows_of_another_set_may_have_the_same_numbers():

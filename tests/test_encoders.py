@@ -59,6 +59,7 @@ def folder(tmp_path): return photos(tmp_path/"photos")
 def tiny(tmp_path_factory):
     "Builds ONNX files: one convolution and ReLU on squares of 8, with the batch axis and the last axes asked for."
     onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
     from onnx import TensorProto, helper, numpy_helper
     weight = np.random.default_rng(0).normal(size=(6, 3, 2, 2)).astype(np.float32)
     def build(batch="batch", pooled=False):
