@@ -6,7 +6,7 @@
 __all__ = ['Method', 'METHODS', 'BENCHMARKS', 'PROTOCOLS', 'Verdict', 'GRIDS', 'OUTCOMES', 'AdapterConfig', 'LossConfig',
            'RunConfig', 'config_from', 'adapter_of', 'objective_of', 'geometry_of', 'fit', 'Benchmark', 'Protocol',
            'rows_of', 'split_of', 'judge', 'judge_left_out', 'execute', 'machine', 'Store', 'read_results', 'Grid',
-           'config_of', 'run_grid', 'check_comparable', 'summarize', 'as_text', 'provenance']
+           'config_of', 'run_grid', 'one_thread', 'check_comparable', 'summarize', 'as_text', 'provenance']
 
 # %% ../nbs/11_runs.ipynb #94b87ad3
 import hashlib, json, os, platform, time
@@ -76,7 +76,7 @@ def config_from(
     parts = {"adapter": AdapterConfig, "loss": LossConfig, "train": TrainConfig} if kind is RunConfig else {}
     return kind(**{k: config_from(parts[k], v) if k in parts and v is not None else v for k, v in values.items()})
 
-# %% ../nbs/11_runs.ipynb #77d2e5dd
+# %% ../nbs/11_runs.ipynb #28f14872
 Method = namedtuple("Method", "adapter loss lr", defaults=(AdapterConfig(), None, 1e-4))
 
 _block = AdapterConfig("ega_block", hidden=2048)
@@ -94,7 +94,7 @@ METHODS = {
     "supcon": Method(_block, LossConfig("supcon", tau=.07)),
     "lora_supcon": Method(_lora, LossConfig("supcon", tau=.07), 1e-3),
     "lora_triplet": Method(_lora, LossConfig("triplet", margin=.2, sampler="whole_set"), 1e-3),
-    "ega_preserve": Method(_block, LossConfig("triplet", margin=.2, sampler="in_batch", lam=1.)),
+    "ega_preserve": Method(_block, LossConfig("triplet", margin=.2, sampler="whole_set", lam=1.)),
     "supcon_preserve": Method(_block, LossConfig("supcon", tau=.07, lam=10.)),
     "white_linear": Method(_white, LossConfig("supcon", tau=.05, lam=1.), 3e-4),
 }
@@ -126,8 +126,7 @@ def objective_of(
     from ega.training import dense, in_batch, preserving, whole_set
     if config.kind == "triplet":
         if config.sampler not in ("in_batch", "whole_set"): raise InputError(f"sampler must be in_batch or whole_set, got {config.sampler!r}")
-        sparse = not config.lam
-        objective = in_batch(config.margin, sparse=sparse) if config.sampler == "in_batch" else whole_set(config.margin, class_index(torch.as_tensor(y)), sparse=sparse)
+        objective = in_batch(config.margin) if config.sampler == "in_batch" else whole_set(config.margin, class_index(torch.as_tensor(y)))
     elif config.kind in ("supcon", "icon", "icon_self_included", "nca_half_repulsion"):
         objective = dense(partial(getattr(losses, config.kind), tau=config.tau))
     else: raise InputError(f"loss kind must be triplet, supcon, icon, icon_self_included or nca_half_repulsion, got {config.kind!r}")
@@ -426,7 +425,7 @@ def run_grid(
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if not todo: return 0
-    pool = ProcessPoolExecutor(min(workers or os.cpu_count(), len(todo)), get_context("spawn"), _one_thread, (os.getpid(),))
+    pool = ProcessPoolExecutor(min(workers or os.cpu_count(), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
     try:
         waiting = {pool.submit(_work, c, store, packs): c for c in todo}
         with tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True) as bar:
@@ -440,16 +439,21 @@ def run_grid(
     return len(todo)
 
 # %% ../nbs/11_runs.ipynb #one-thread
-def _one_thread(parent):
-    "Prepare a worker: one thread in every library, and no life after the parent."
-    import threading
+def one_thread():
+    "One thread in every library of this process: the setting in which stored digits are made."
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
+    from threadpoolctl import threadpool_limits
     torch.set_num_threads(1)
-    try:
-        import faiss
-        faiss.omp_set_num_threads(1)
+    try: import faiss
     except ImportError: pass
+    else: faiss.omp_set_num_threads(1)
+    threadpool_limits(1)                                            # NumPy's BLAS reads its variables only at import
+
+def _worker(parent):
+    "Prepare a worker: one thread, and no life after the parent."
+    import threading
+    one_thread()
     def watch():
         while os.getppid() == parent: time.sleep(1)
         os._exit(1)

@@ -84,7 +84,7 @@ def preserving(
     "Add lam * mean ||f(x) - x||^2 over the batch, the cost of leaving the space the adapter starts from."
     def with_term(adapter, x, y, rows, gen):
         step = objective(adapter, x, y, rows, gen)
-        if step.z is None: raise InputError("a preservation term needs every adapted row; build the triplet objective with sparse=False")
+        if step.z is None: step = step._replace(z=adapter(x[rows]))     # a sparse objective kept no graph of them
         return step._replace(loss=step.loss + lam*preserve(step.z, x[rows]))
     return with_term
 

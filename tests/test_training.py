@@ -33,7 +33,7 @@ def fit(objective, x, y, make=EGABlock, seed=0, config=TrainConfig(epochs=6, bat
 
 
 def objectives(y): return {"in_batch": in_batch(.2), "whole_set": whole_set(.2, class_index(torch.as_tensor(y))), "supcon": dense(supcon),
-                           "preserve": preserving(in_batch(.2, sparse=False), 1.)}
+                           "preserve": preserving(in_batch(.2), 1.)}
 
 
 def test_the_loop_is_adamw_with_a_cosine_schedule_by_hand():
@@ -79,9 +79,15 @@ def test_sparse_backward_has_the_gradient_of_the_dense_one(margin):
         assert torch.allclose(a, b, atol=1e-13) and torch.allclose(steps[0].loss, steps[1].loss, atol=1e-14) and steps[0].rho == steps[1].rho
 
 
-def test_preservation_refuses_a_sparse_objective():
+def test_preservation_has_one_gradient_for_sparse_and_dense_objectives():
     x, y = data()
-    with pytest.raises(InputError, match="sparse=False"): fit(preserving(in_batch(.2), 1.), x, y)
+    tx, ty, index = torch.tensor(x).double(), torch.tensor(y), class_index(torch.tensor(y))
+    adapter = EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
+    for make in (in_batch, lambda margin, sparse: whole_set(margin, index, sparse=sparse)):
+        steps = [preserving(make(.2, sparse=s), 3.)(adapter, tx, ty, torch.arange(64), torch.Generator().manual_seed(1)) for s in (True, False)]
+        a, b = (torch.cat([g.flatten() for g in torch.autograd.grad(s.loss, adapter.parameters())]) for s in steps)
+        assert torch.allclose(a, b, atol=1e-13) and torch.allclose(steps[0].loss, steps[1].loss, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["in_batch", "whole_set", "supcon", "preserve"])

@@ -1,0 +1,108 @@
+"The command line as a user meets it: exit codes, messages, files, the time it takes to ask for help."
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_runs import make_packs
+
+from ega import cli
+from ega.core import InputError
+from ega.runs import Store, config_of, execute
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    "A repository in small: packs, and results of three cheap runs."
+    root = tmp_path_factory.mktemp("clone")
+    (root/"nbs").mkdir()
+    make_packs(root/"data/packs")
+    store = Store(root/"data/results", "unseen")
+    for method in ("frozen", "wccn", "supcon"): store.add(execute(config_of("unseen", "cub100", method, hidden=16, epochs=2), root/"data/packs", device="cpu"))
+    store.seal()
+    return root
+
+
+def run(*args, cwd=None):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", "import sys; from ega.cli import main; sys.exit(main())", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = "import sys; from ega.cli import parser; parser().format_help(); print(sorted({'torch', 'pandas', 'sklearn', 'faiss', 'pyarrow'} & set(sys.modules)))"
+    begun = time.perf_counter()
+    out = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]" and time.perf_counter() - begun < 2          # 0.2 s on a quiet machine; no more is promised on a busy one
+
+
+@pytest.mark.parametrize("args,words", [(("info", "nothing.parquet"), "no such pack"), (("reproduce",), "inside a clone"), (("rerun", "ffff"), "inside a clone"),
+                                        (("embed", "nothing", "--encoder", "all-MiniLM-L6-v2", "--out", "x.parquet"), "nothing")])
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, args, words):
+    done = run(*args, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_unknown_arguments_are_argparse_s_exit_code_2(): assert run("reproduce", "--profile", "huge").returncode == 2 and run().returncode == 2
+
+
+def test_info_says_what_a_pack_holds(root, capsys):
+    assert cli.main(["info", str(root/"data/packs/cub100__efficientnet_lite0.parquet"), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["rows"] == 187 and about["unlabelled"] == 7 and about["set"] == "cub100"
+
+
+def test_rerun_gives_the_stored_digits(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    run_id = Store("data/results", "unseen").read().query("method == 'supcon'").run_id.iloc[0]
+    assert cli.main(["rerun", run_id[:8]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("first neighbours changed 0") == 2 and '"method": "supcon"' in out
+
+
+def test_rerun_notices_other_digits(root, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(root)
+    frame = Store("data/results", "unseen").read()
+    Store(tmp_path, "unseen").write(frame.assign(lp1=frame.lp1 - 1e-4))
+    assert cli.main(["rerun", frame.run_id[0], "--results", str(tmp_path)]) == 1 and "differs by 0.01 points" in capsys.readouterr().err
+    Store(tmp_path, "unseen").write(frame.assign(lp1=frame.lp1 - 1e-4, machine="another"))
+    assert cli.main(["rerun", frame.run_id[0], "--results", str(tmp_path)]) == 0
+    assert cli.main(["rerun", "zz", "--results", str(tmp_path)]) == 2
+
+
+def test_repository_is_found_from_below_and_missed_outside(root, tmp_path):
+    assert cli.repository(root/"data"/"packs") == root
+    with pytest.raises(InputError, match="clone"): cli.repository(tmp_path)
+
+
+def test_headline_holds_new_digits_against_committed_ones(root, tmp_path):
+    frame = Store(root/"data/results", "unseen").read()
+    Store(tmp_path, "unseen").write(frame.assign(lp1=np.where(frame.method == "wccn", frame.lp1 + .01, frame.lp1)))
+    text = cli.headline(tmp_path, root/"data/results")
+    assert "2 of 3 runs have the digits" in text and "1.00 points" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_embed_turns_photographs_into_a_pack(tmp_path):
+    "A folder of photographs through a tiny ONNX encoder, as a user would."
+    onnx = pytest.importorskip("onnx"); pytest.importorskip("onnxruntime")
+    from PIL import Image
+    h = onnx.helper
+    nodes = [h.make_node("AveragePool", ["pixels"], ["p"], kernel_shape=[56, 56], strides=[56, 56]), h.make_node("Flatten", ["p"], ["embedding"])]
+    graph = h.make_graph(nodes, "mean", [h.make_tensor_value_info("pixels", onnx.TensorProto.FLOAT, ["n", 3, 224, 224])], [h.make_tensor_value_info("embedding", onnx.TensorProto.FLOAT, ["n", 48])])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)]); model.ir_version = 8
+    onnx.save(model, tmp_path/"mean.onnx")
+    rng = np.random.default_rng(0)
+    for c in ("red", "blue"):
+        (tmp_path/"photos"/c).mkdir(parents=True)
+        for i in range(3): Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(tmp_path/f"photos/{c}/{i}.png")
+    (tmp_path/"photos/red/broken.png").write_bytes(b"no picture")
+    args = ("embed", "photos", "--encoder", "mean.onnx", "--out", "photos.parquet", "--quiet")
+    failed = run(*args, cwd=tmp_path)
+    assert failed.returncode == 2 and "broken.png" in failed.stderr and not (tmp_path/"photos.parquet").exists()
+    done = run(*args, "--on-error", "skip", cwd=tmp_path)
+    assert done.returncode == 0 and "6 rows in photos.parquet" in done.stdout and "broken.png" in done.stderr
+    assert pd.read_parquet(tmp_path/"photos.parquet").label.tolist() == [0, 0, 0, 1, 1, 1]
