@@ -101,7 +101,7 @@ def place_labels(
     scale, marks = ax.figure.dpi/72, ax.transData.transform(np.column_stack([x, y]))
     keep = marks if not len(obstacles) else np.vstack([marks, ax.transData.transform(np.asarray(obstacles))])
     frame = np.array(ax.get_window_extent().extents) + scale*np.array([2, 2, -2, -2])
-    notes = [ax.annotate(t, p, xytext=(0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, color=c) for p, t, c in zip(zip(x, y), texts, colours)]
+    notes = [ax.annotate(t, p, xytext=(0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, color=c, bbox=dict(fc="white", ec="none", alpha=.6, pad=.3)) for p, t, c in zip(zip(x, y), texts, colours)]
     sizes = np.array([[n.get_window_extent().width, n.get_window_extent().height] for n in notes]).reshape(-1, 2)
     boxes = np.full((len(notes), 4), -1e6)                                  # not placed yet: nowhere near
     crowd = (np.abs(marks[:, None] - marks[None]) < scale*np.array([35, 14])).all(-1).sum(1)
@@ -176,6 +176,7 @@ def plot_rho(
         ends[m] = t[-1], h.mean(0)[-1]
     last = max((t for t, _ in ends.values()), default=1)
     ax.set_xlim(1, max(last, 2)); ax.set_ylim(0, None)
+    ax.locator_params(axis="x", integer=True)                               # there is no epoch 2.5
     gap = 1.15*size/72/(ax.get_window_extent().height/ax.figure.dpi)*ax.get_ylim()[1]
     heights = np.maximum(_spread([y for _, y in ends.values()], gap), 0) if ends else []
     for (m, (t, y)), height in zip(ends.items(), heights):
