@@ -76,10 +76,11 @@ def headline(
     order = table.mean(axis=1).sort_values(ascending=False).index
     both = ours.merge(theirs, on=["run_id", "query_set"], suffixes=("", "_committed"))
     off = (both.lp1 - both.lp1_committed).abs()*100
-    lines = ["", "Unseen classes, exact LP@1: points against the frozen encoder (split 42, seed 0)" if ours.split_seed.nunique() == 1 else
-             "Unseen classes, exact LP@1: points against the frozen encoder", "",
+    where = "split 42, seed 0" if ours.split_seed.nunique() == 1 else "means over splits and seeds"
+    lines = [f"Unseen classes, points of exact LP@1 against frozen ({where})", "",
              f"{'method':20s}" + "".join(f"{_short(c):>12s}" for c in table.columns), *(f"{m:20s}" + "".join(f"{v:+12.1f}" for v in table.loc[m]) for m in order), "",
-             f"{(off == 0).sum()} of {len(both)} runs have the digits of the committed run of the same id; largest difference {off.max() if len(off) else 0:.2f} points"]
+             f"{(off == 0).sum()} of {len(both)} runs have the digits of the committed run of the same id;",
+             f"the largest difference is {off.max() if len(off) else 0:.2f} points."]
     return "\n".join(lines)
 
 def _short(benchmark): return benchmark.replace("tiny200>", ">")

@@ -83,7 +83,7 @@ def test_headline_holds_new_digits_against_committed_ones(root, tmp_path):
     frame = Store(root/"data/results", "unseen").read()
     Store(tmp_path, "unseen").write(frame.assign(lp1=np.where(frame.method == "wccn", frame.lp1 + .01, frame.lp1)))
     text = cli.headline(tmp_path, root/"data/results")
-    assert "2 of 3 runs have the digits" in text and "1.00 points" in text and max(map(len, text.splitlines())) <= 80
+    assert "2 of 3 runs have the digits" in text and "is 1.00 points" in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_embed_turns_photographs_into_a_pack(tmp_path):
