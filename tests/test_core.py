@@ -1,0 +1,142 @@
+"The door of the library under every kind of array, good and bad; streams; files; hashes."
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ega.core import (FIXTURES, InputError, STREAMS, as_labels, as_rows, atomic_path, check_unit, encode_labels, fingerprint, normalize, on_circle, pick_device, require,
+                      simplex, streams, torch_generator)
+
+REAL = st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=REAL))
+def test_normalize_gives_unit_rows_of_the_same_direction_or_names_the_zero_rows(a):
+    zero = np.flatnonzero((a == 0).all(1))
+    if len(zero):
+        with pytest.raises(InputError, match=f"{len(zero)} rows of norm 0, first row {zero[0]}"): normalize(a)
+        return
+    x = normalize(a)
+    assert x.dtype == np.float32 and x.flags.c_contiguous and np.allclose(np.linalg.norm(x, axis=1), 1, atol=1e-6)
+    wide = a.astype(np.float64)
+    assert np.allclose(x, wide/np.linalg.norm(wide, axis=1, keepdims=True), atol=1e-6)
+    assert np.allclose(normalize(x), x, atol=2e-7)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e20, 1e37])
+def test_normalize_survives_the_ends_of_float32(scale):
+    a = np.random.default_rng(0).normal(size=(4, 6))
+    assert np.allclose(normalize((a*scale).astype(np.float32)), normalize(a), atol=1e-5)
+
+
+def test_every_container_is_one_thing(tmp_path):
+    a = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    np.save(tmp_path/"a.npy", a)
+    same = [a, a.astype(np.float64), np.asfortranarray(a), a[::-1][::-1], np.load(tmp_path/"a.npy", mmap_mode="r"), torch.tensor(a), torch.tensor(a, requires_grad=True),
+            torch.tensor(a).T.contiguous().T, a.tolist(), [*a], np.repeat(a, 2, 1)[:, ::2]]
+    for b in same: assert np.array_equal(as_rows(b), a) and as_rows(b).flags.c_contiguous
+    for b in (a.astype(np.float16), torch.tensor(a).bfloat16()): assert np.allclose(as_rows(b), a, atol=.02)
+    assert np.array_equal(as_rows(np.arange(6).reshape(2, 3)), np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert as_rows(a) is a and as_rows(np.load(tmp_path/"a.npy", mmap_mode="r")).base is not None          # no copy
+
+
+@pytest.mark.parametrize("bad,words", [
+    (np.ones(3), r"shape \(n, d\), got \(3,\)"), (np.ones((2, 2, 2)), "flatten"), (np.ones((0, 4)), "empty"), (np.ones((4, 0)), "empty"), (np.full((2, 2), np.nan), "in 2 of 2 rows"),
+    (np.array([[1, 2], [np.inf, 1]]), "first in row 1"), (np.array([[1e300, 1]]), "NaN or inf"), (np.array([["a", "b"]]), "real numbers"), (np.ones((2, 2), complex), "real numbers"),
+    (np.array([[None, 1]]), "real numbers"), (np.ones((2, 2), bool), "real numbers"), ([[1.], [1., 2.]], "rectangular"), ("text", "real numbers"), (None, "real numbers"), (3.5, "shape"),
+])
+def test_bad_rows_are_refused_with_the_reason(bad, words):
+    with pytest.raises(InputError, match=words): as_rows(bad)
+
+
+def test_the_required_dimension_is_checked():
+    with pytest.raises(InputError, match="xq must have 3 columns, got 2"): as_rows(np.ones((1, 2)), "xq", dim=3)
+
+
+def test_check_unit_prints_the_offence_and_lets_half_precision_pass():
+    x = normalize(np.random.default_rng(0).normal(size=(9, 64)))
+    assert check_unit(x) is x and len(check_unit(x.astype(np.float16).astype(np.float32)))
+    with pytest.raises(InputError, match="norm - 1| = 0.5"): check_unit(1.5*x)
+    with pytest.raises(InputError, match="unit rows"): check_unit(np.full((1, 2), np.nan))
+
+
+@given(st.lists(st.integers(-1, 50), min_size=1, max_size=40))
+def test_labels_pass_through_every_container(y):
+    for a in (y, np.array(y), np.array(y, np.int8), np.array(y, float), torch.tensor(y)): assert as_labels(a).tolist() == y and as_labels(a).dtype == np.int64
+
+
+@pytest.mark.parametrize("bad,kw,words", [
+    ([[0]], {}, "shape"), ([0, 1], {"n": 3}, "3 rows, 2 labels"), ([0, -2], {}, ">= -1"), ([.5], {}, "integer"), ([np.nan], {}, "integer"), (["a"], {}, "encode_labels"),
+    ([0, 0], {"min_classes": 2}, "at least 2 classes, got 1"), ([-1, -1], {"min_classes": 1}, "got 0"), ([], {"min_classes": 1}, "got 0|integer"), ([True, False], {}, "integer"),
+])
+def test_bad_labels_are_refused_with_the_reason(bad, kw, words):
+    with pytest.raises(InputError, match=words): as_labels(bad, **kw)
+
+
+@given(st.lists(st.one_of(st.none(), st.text(max_size=3)), min_size=1))
+def test_encoded_labels_decode(names):
+    y, classes = encode_labels(names)
+    assert [classes[i] if i >= 0 else "" for i in y] == [n or "" for n in names] and list(classes) == sorted(set(classes))
+
+
+def test_streams_are_named_independent_and_repeatable():
+    first = {n: getattr(streams(3), n).integers(2**62, size=4).tolist() for n in STREAMS}
+    assert len({tuple(v) for v in first.values()}) == len(STREAMS)
+    s = streams(3)
+    for n in reversed(STREAMS): assert getattr(s, n).integers(2**62, size=4).tolist() == first[n]          # order of use does not matter
+    assert streams(4).init.random() != streams(3).init.random()
+    assert torch.equal(torch.rand(3, generator=torch_generator(streams(3).init)), torch.rand(3, generator=torch_generator(streams(3).init)))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
+def test_a_seed_is_an_integer(seed):
+    with pytest.raises(InputError, match="seed"): streams(seed)
+
+
+def test_devices():
+    assert pick_device("cpu").type == "cpu" and pick_device().type in ("cpu", "cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA"): pick_device("cuda")
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    path = tmp_path/"new"/"a.bin"
+    with pytest.raises(ZeroDivisionError):
+        with atomic_path(path) as t: t.write_bytes(b"half"); 1/0
+    assert not path.exists() and not any(path.parent.iterdir())
+    with atomic_path(path) as t: t.write_bytes(b"whole"); assert not path.exists()
+    assert path.read_bytes() == b"whole" and [p.name for p in path.parent.iterdir()] == ["a.bin"]
+    umask = os.umask(0); os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_kill_leaves_the_old_file(tmp_path):
+    path = tmp_path/"a.txt"
+    path.write_text("old")
+    code = f"import os\nfrom ega.core import atomic_path\nwith atomic_path({str(path)!r}) as t:\n t.write_text('half'); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == -9 and path.read_text() == "old"
+
+
+def test_fingerprint_sees_values_shape_type_and_order_but_not_layout():
+    a = np.arange(6.).reshape(2, 3)
+    assert len({fingerprint(v) for v in (a, a.T, a.ravel(), a.astype(np.float32), a + 1)}) == 5
+    assert fingerprint(np.asfortranarray(a)) == fingerprint(a) and fingerprint(a, a[:1]) != fingerprint(a[:1], a) and fingerprint(np.empty(0))
+
+
+def test_a_missing_package_names_its_extra_and_a_broken_one_speaks_for_itself(tmp_path, monkeypatch):
+    with pytest.raises(ImportError, match=r"pip install 'ega\[encoders\]'"): require("no_such_package.part", "encoders")
+    (tmp_path/"broken_package.py").write_text("import another_missing_thing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="another_missing_thing"): require("broken_package", "encoders")
+
+
+def test_fixtures_are_what_the_table_says():
+    assert np.allclose(on_circle(60), [[.5, 3**.5/2]]) and np.allclose(simplex(3) @ simplex(3).T, np.where(np.eye(3), 1, -.5))
+    assert {k: (v.z.shape, v.y.tolist()) for k, v in FIXTURES.items()} == {"A": ((4, 2), [0, 0, 1, 1]), "D": ((5, 2), [0, 0, 1, 1, 2]), "B": ((3, 3), [0, 0, 0]),
+                                                                          "E": ((12, 4), [0]*3 + [1]*3 + [2]*3 + [3]*3), "P": ((2, 2), [0, 1])}
