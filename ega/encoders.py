@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'IMAGES', 'SETS', 'Unreadable', 'Shard', 'Embedded', 'Preprocess', 'pixels', 'OnnxImageEncoder',
            'EfficientNetLite', 'mend_torchvision', 'MiniLM', 'load_encoder', 'Source', 'image_folder', 'image_archive',
-           'text_csv', 'intents', 'open_source', 'embed', 'first_neighbour', 'int8_cost']
+           'text_csv', 'intents', 'open_source', 'embed']
 
-# %% ../nbs/10_encoders.ipynb #056a4569
+# %% ../nbs/10_encoders.ipynb #b7209927
 import csv, hashlib, importlib.util, io, json, os, re, shutil, sys, zipfile
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from .core import InputError, atomic_path, encode_labels, pick_device, require
-from .data import EmbeddingSet, dequantize, pack_path, quantize, write_pack
+from .data import EmbeddingSet, pack_path, write_pack
 
 # %% ../nbs/10_encoders.ipynb #preprocess
 @dataclass(frozen=True)
@@ -412,27 +412,3 @@ def embed(
     write_pack(es, out, dtype=dtype)
     shutil.rmtree(folder)
     return Embedded(out, es.n, {source.ids[r]: str(m) for s in shards for r, m in zip(s.skipped, s.reasons)})
-
-# %% ../nbs/10_encoders.ipynb #first-neighbour
-def first_neighbour(
-    x,            # (n, d) float32 unit rows
-    block=1024    # rows compared at once: memory is block * n
-):                # (n,) int64
-    "The nearest other row of every row, by cosine."
-    out = []
-    for i in range(0, len(x), block):
-        similarity = x[i:i + block] @ x.T
-        similarity[np.arange(len(similarity)), np.arange(i, i + len(similarity))] = -np.inf
-        out.append(similarity.argmax(1))
-    return np.concatenate(out)
-
-def int8_cost(
-    es,          # EmbeddingSet at full precision
-    levels=127   # the largest code
-):               # dictionary: set, rows, cosine_min, cosine_mean, lp1_float32, lp1_int8, changed (shares in [0, 1])
-    "What storing a set in eight bits does to its rows and to leave-one-out LP@1 of its labelled rows."
-    es = es.take(es.y >= 0)
-    coded = dequantize(*quantize(es.x, levels=levels))
-    cosine, before, after = np.einsum("ij,ij->i", es.x, coded), first_neighbour(es.x), first_neighbour(coded)
-    return {"set": es.meta["set"], "encoder": es.meta["encoder"], "rows": es.n, "cosine_min": cosine.min(), "cosine_mean": cosine.mean(),
-            "lp1_float32": (es.y[before] == es.y).mean(), "lp1_int8": (es.y[after] == es.y).mean(), "changed": (before != after).mean()}

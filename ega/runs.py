@@ -421,7 +421,7 @@ def run_grid(
     "Run what is not in the store yet, in parallel; safe to kill and start again."
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if not todo: return 0

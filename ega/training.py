@@ -223,7 +223,7 @@ def _bar(epochs, total, history, show):
     if not show:
         yield from epochs
         return
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
     with tqdm(total=total, initial=epochs.start, unit="epoch") as bar:
         for epoch in epochs:
             yield epoch

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from ega.core import InputError
-from ega.data import read_pack
-from ega.encoders import (ENCODERS, EfficientNetLite, MiniLM, OnnxImageEncoder, Preprocess, embed, first_neighbour, image_archive, image_folder, int8_cost,
+from ega.data import dequantize, quantize, read_pack
+from ega.encoders import (ENCODERS, EfficientNetLite, MiniLM, OnnxImageEncoder, Preprocess, embed, image_archive, image_folder,
                           intents, load_encoder, mend_torchvision, open_source, pixels, text_csv)
+from ega.metrics import loo_lp
 
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[1]
@@ -326,21 +327,13 @@ def test_intents_in_file_order_with_unknown_rows_last(tmp_path):
 
 # -- the price of eight bits -------------------------------------------------------------------------------
 
-def test_first_neighbour_against_a_loop():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(57, 5)); x = (x/np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
-    expected = [max((j for j in range(57) if j != i), key=lambda j: float(x[i].astype("f8") @ x[j].astype("f8"))) for i in range(57)]
-    assert first_neighbour(x, block=10).tolist() == expected
-
-
 def test_committed_cost_agrees_with_the_committed_packs():
     "LP@1 of the int8 rows is recomputed for the smallest set; the float32 column needs the sources."
     import pandas as pd
     row = pd.read_csv(ROOT/"data/results/int8.csv").set_index("set").loc["cifar100"]
     es = read_pack(ROOT/"data/packs/cifar100__efficientnet_lite0.parquet")
-    cost = int8_cost(es)
-    assert cost["lp1_float32"] == cost["lp1_int8"] and cost["cosine_min"] > 1 - 1e-5          # eight bits of eight bits cost nothing; float32 sums of 1280 terms
-    assert abs(cost["lp1_int8"] - row.lp1_int8) < 1e-3 and row.rows == es.n == 2033           # one row may flip with another BLAS
+    assert np.array_equal(dequantize(*quantize(es.x)), es.x)                                  # eight bits of eight bits cost nothing
+    assert abs(loo_lp(es.x, es.y).mean() - row.lp1_int8) < 1e-3 and row.rows == es.n == 2033  # one row may flip with another BLAS
 
 
 # -- real weights ------------------------------------------------------------------------------------------
