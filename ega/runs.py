@@ -394,7 +394,7 @@ def config_of(
     train = TrainConfig(epochs=epochs, lr=m.lr) if m.loss else None
     return RunConfig(task, benchmark, method, adapter, m.loss, train, split_seed=split_seed, seed=seed)
 
-# %% ../nbs/11_runs.ipynb #7c872441
+# %% ../nbs/11_runs.ipynb #d53161e3
 _trained = tuple(k for k, m in METHODS.items() if m.loss)
 
 GRIDS = {
@@ -405,7 +405,7 @@ GRIDS = {
     },
     "quick": {
         "unseen": Grid("unseen", tuple(BENCHMARKS), splits=(42,), seeds=(0,)),
-        "in_distribution": Grid("in_distribution", ("tiny200", "clinc150"), splits=(42,), seeds=(0,)),
+        "in_distribution": Grid("in_distribution", ("tiny200",), splits=(42,), seeds=(0,)),
     },
 }
 
