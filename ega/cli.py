@@ -128,7 +128,7 @@ def parser():
     c = command("reproduce", _reproduce, "train the grid, render figures, tables and report")
     c.add_argument("--profile", choices=("quick", "full"), default="quick", help="quick: one split, one seed, into build/quick; full: recompute data/results")
     c.add_argument("--only", nargs="+", metavar="EXPERIMENT", choices=("unseen", "in_distribution", "long"), help="train these experiments and render nothing")
-    c.add_argument("--workers", type=int, help="processes (default: one a core)")
+    c.add_argument("--workers", type=int, help="processes (default: one a core, at most 8)")
     c.add_argument("--quiet", action="store_true", help="no progress bars")
     c = command("rerun", _rerun, "train one stored run again and compare its digits")
     c.add_argument("run_id", help="the id of a run, or its first digits"); c.add_argument("--results", help="folder of results (default: data/results)")

@@ -415,7 +415,7 @@ def run_grid(
     store,           # Store of the experiment
     packs,           # folder of packs
     *,
-    workers=None,    # processes; None: one a core
+    workers=None,    # processes, each about 1 GB; None: one a core that this process may use, at most 8
     progress=True    # a bar with the remaining time
 ):                   # number of runs that were done now
     "Run what is not in the store yet, in parallel; safe to kill and start again."
@@ -425,7 +425,8 @@ def run_grid(
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if not todo: return 0
-    pool = ProcessPoolExecutor(min(workers or os.cpu_count(), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pool = ProcessPoolExecutor(min(workers or min(cores, 8), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
     try:
         waiting = {pool.submit(_work, c, store, packs): c for c in todo}
         with tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True) as bar:
