@@ -1,7 +1,10 @@
 """What all tests share: slow and GPU tests are skipped aloud, generated cases are the same in every run."""
+import os
+
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("MPLBACKEND", "agg")                            # no window; nbval, which does not come here, draws inline
 settings.register_profile("ega", deadline=None, derandomize=True)    # a busy machine is no failure
 settings.load_profile("ega")
 

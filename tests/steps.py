@@ -22,8 +22,8 @@ FULL = {
 
 
 def environment():
-    "Two workers on two cores: one thread each. No network, no window; commands of this Python first."
-    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg", "PYTHONUNBUFFERED": "1",
+    "Two workers on two cores: one thread each. No network; commands of this Python first."
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
             **{k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}, "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
