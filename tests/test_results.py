@@ -43,11 +43,11 @@ def test_rows_name_the_packs_that_are_committed(experiment):
 def test_a_deleted_row_comes_back_with_its_digits(benchmark, method):
     """On the kind of machine the row was made on: equal LP@1 and first neighbours. On another: within the stated tolerance.
 
-    The loss may differ in its last digits: LAPACK orders the sums of a whitening by its threads."""
+    The loss may differ in the last bit of float32: rows of whitened maps were made with two BLAS threads, a rerun with one differs by 6e-8, with two not at all."""
     rows = read_results(root/"data/results", "unseen").query("benchmark == @benchmark and method == @method and split_seed == 42 and seed == 0").set_index("query_set")
     one_thread()
     again = execute(config_from(RunConfig, json.loads(rows.config.iloc[0])), root/"data/packs", device="cpu").set_index("query_set")
     for q in rows.index:
         if rows.machine[q] == machine(): assert again.lp1[q] == rows.lp1[q] and np.array_equal(again.neighbour[q], rows.neighbour[q])
-        assert np.allclose(again.loss_history[q], rows.loss_history[q], rtol=1e-2)
+        assert np.allclose(again.loss_history[q], rows.loss_history[q], rtol=1e-6 if rows.machine[q] == machine() else 1e-2)
         assert abs(again.lp1[q] - rows.lp1[q])*100 <= TOLERANCE
