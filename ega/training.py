@@ -32,48 +32,33 @@ def dense(
         return Step(loss(z, y[rows]), z.new_ones(()), z)
     return objective
 
-# %% ../nbs/05_training.ipynb #hinge
-def _hinge(z, t, margin):
-    "Signed hinges and the share of open ones; without triplets rho is 0."
-    terms = triplet_terms(z[t.a], z[t.p], z[t.n], margin)
-    return terms, (terms.detach() > 0).to(z.dtype).sum()/max(len(terms), 1)
-
-def _triplet_step(adapter, x, rows, t, margin, sparse):
+# %% ../nbs/05_training.ipynb #triplet-step
+def _triplet_step(adapter, x, rows, t, margin):
     "Loss over triplets t, given as places in the distinct rows (N,); the mean runs over open and shut ones."
-    if not sparse:
-        z = adapter(x[rows])                                    # (N, d)
-        terms, rho = _hinge(z, t, margin)
-        return Step(terms.relu().sum()/max(len(terms), 1), rho, z)
-    with torch.no_grad(): terms, rho = _hinge(adapter(x[rows]), t, margin)
-    still = [part[terms > 0] for part in t]
-    touched, place = torch.unique(torch.cat(still), return_inverse=True)
-    opened, _ = _hinge(adapter(x[rows[touched]]), type(t)(*place.chunk(3)), margin)
-    return Step(opened.relu().sum()/max(len(terms), 1), rho, None)
+    z = adapter(x[rows])                                        # (N, d)
+    terms, many = triplet_terms(z[t.a], z[t.p], z[t.n], margin), max(len(t.a), 1)
+    return Step(terms.relu().sum()/many, (terms.detach() > 0).to(z.dtype).sum()/many, z)     # without triplets both are 0
 
 # %% ../nbs/05_training.ipynb #in-batch
 def in_batch(
-    margin,       # hinge margin m, Euclidean distance
-    *,
-    sparse=True   # backward through the rows of open triplets alone
-):                # objective
+    margin   # hinge margin m, Euclidean distance
+):           # objective
     "Triplet loss with positives and negatives from the mini-batch."
-    def objective(adapter, x, y, rows, gen): return _triplet_step(adapter, x, rows, in_batch_triplets(y[rows], gen=gen), margin, sparse)
+    def objective(adapter, x, y, rows, gen): return _triplet_step(adapter, x, rows, in_batch_triplets(y[rows], gen=gen), margin)
     return objective
 
 # %% ../nbs/05_training.ipynb #whole-set
 def whole_set(
-    margin,       # hinge margin m, Euclidean distance
-    index,        # ClassIndex of all rows
-    *,
-    sparse=True   # backward through the rows of open triplets alone
-):                # objective
+    margin,   # hinge margin m, Euclidean distance
+    index     # ClassIndex of all rows
+):            # objective
     "Triplet loss with partners from the whole set; a row drawn twice is forwarded once."
     def objective(adapter, x, y, rows, gen):
         t = whole_set_triplets(index, rows, gen=gen)
         distinct, place = torch.unique(torch.cat([rows, *t]), return_inverse=True)
         batch, *places = place.split([len(rows), len(t.a), len(t.p), len(t.n)])
-        step = _triplet_step(adapter, x, distinct, type(t)(*places), margin, sparse)
-        return step if sparse else step._replace(z=step.z[batch])
+        step = _triplet_step(adapter, x, distinct, type(t)(*places), margin)
+        return step._replace(z=step.z[batch])
     return objective
 
 # %% ../nbs/05_training.ipynb #preserving
@@ -84,7 +69,6 @@ def preserving(
     "Add lam * mean ||f(x) - x||^2 over the batch, the cost of leaving the space the adapter starts from."
     def with_term(adapter, x, y, rows, gen):
         step = objective(adapter, x, y, rows, gen)
-        if step.z is None: step = step._replace(z=adapter(x[rows]))     # a sparse objective kept no graph of them
         return step._replace(loss=step.loss + lam*preserve(step.z, x[rows]))
     return with_term
 

@@ -54,40 +54,57 @@ def test_the_loop_is_adamw_with_a_cosine_schedule_by_hand():
     for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()): assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(sparse):
-    x, y = data()
-    tx, ty, rows = torch.tensor(x), torch.tensor(y), torch.arange(50)
-    index, adapter = class_index(ty), EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
+ADAPTERS = {"ega": lambda g: EGA(20, hidden=16, gen=g), "ega_block": lambda g: EGABlock(20, hidden=16, gen=g), "lora": lambda g: LoRA(20, rank=6, gen=g), "linear": lambda g: Linear(20)}
+
+
+def stirred(kind):
+    "An adapter in float64 whose weights are all away from their start."
+    adapter = ADAPTERS[kind](torch.Generator().manual_seed(0)).double()
     with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
+    return adapter
+
+
+def gradient(adapter, objective, x, y, rows, seed, whole):
+    "The step, and the gradient of all weights as one vector, with the whole graph or leaving out rows."
+    step = objective(adapter.train(not whole), x, y, rows, torch.Generator().manual_seed(seed))
+    return step, torch.cat([g.flatten() for g in torch.autograd.grad(step.loss, adapter.parameters())])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(whole):
+    x, y = data()
+    tx, ty, rows = torch.tensor(x).double(), torch.tensor(y), torch.arange(50)
+    index, adapter = class_index(ty), stirred("ega_block")
     t = whole_set_triplets(index, rows, gen=torch.Generator().manual_seed(5))
-    ours = torch.autograd.grad(whole_set(.3, index, sparse=sparse)(adapter, tx.double(), ty, rows, torch.Generator().manual_seed(5)).loss, adapter.parameters())
-    hand = torch.nn.TripletMarginLoss(margin=.3)(*(adapter(tx.double()[i]) for i in t))
-    for a, b in zip(ours, torch.autograd.grad(hand, adapter.parameters())): assert torch.allclose(a, b, atol=1e-12)
+    _, ours = gradient(adapter, whole_set(.3, index), tx, ty, rows, 5, whole)
+    hand = torch.nn.TripletMarginLoss(margin=.3)(*(adapter.eval()(tx[i]) for i in t))
+    assert torch.allclose(ours, torch.cat([g.flatten() for g in torch.autograd.grad(hand, adapter.parameters())]), atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("margin", [.001, .2, 1.])
-def test_sparse_backward_has_the_gradient_of_the_dense_one(margin):
+def test_leaving_out_rows_has_the_gradient_of_the_whole_graph(kind, margin):
     "In float64, over batches with few, some and nearly all hinges open."
     x, y = data()
-    tx, ty = torch.tensor(x).double(), torch.tensor(y)
-    adapter = EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
-    with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
-    for seed in range(5):
-        steps = [in_batch(margin, sparse=s)(adapter, tx, ty, torch.arange(64), torch.Generator().manual_seed(seed)) for s in (True, False)]
-        (a, b) = (torch.cat([g.flatten() for g in torch.autograd.grad(s.loss, adapter.parameters())]) for s in steps)
-        assert torch.allclose(a, b, atol=1e-13) and torch.allclose(steps[0].loss, steps[1].loss, atol=1e-14) and steps[0].rho == steps[1].rho
+    tx, ty, adapter = torch.tensor(x).double(), torch.tensor(y), stirred(kind)
+    for objective in (in_batch(margin), whole_set(margin, class_index(ty)), preserving(in_batch(margin), 3.), dense(supcon)):
+        for seed in range(3):
+            (a, ga), (b, gb) = (gradient(adapter, objective, tx, ty, torch.arange(64), seed, whole) for whole in (False, True))
+            assert torch.allclose(ga, gb, rtol=1e-10, atol=1e-13) and a.loss == b.loss and a.rho == b.rho
 
 
-def test_preservation_has_one_gradient_for_sparse_and_dense_objectives():
-    x, y = data()
-    tx, ty, index = torch.tensor(x).double(), torch.tensor(y), class_index(torch.tensor(y))
-    adapter = EGABlock(20, hidden=16, gen=torch.Generator().manual_seed(0)).double()
-    with torch.no_grad(): [p.add_(.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))) for i, p in enumerate(adapter.parameters())]
-    for make in (in_batch, lambda margin, sparse: whole_set(margin, index, sparse=sparse)):
-        steps = [preserving(make(.2, sparse=s), 3.)(adapter, tx, ty, torch.arange(64), torch.Generator().manual_seed(1)) for s in (True, False)]
-        a, b = (torch.cat([g.flatten() for g in torch.autograd.grad(s.loss, adapter.parameters())]) for s in steps)
-        assert torch.allclose(a, b, atol=1e-13) and torch.allclose(steps[0].loss, steps[1].loss, atol=1e-14)
+def test_the_backward_pass_multiplies_the_touched_rows_alone(monkeypatch):
+    "One open triplet of 40 rows: three rows reach the products; a batch of shut triplets: none, and a gradient of zeros."
+    from ega import adapters
+    seen, touched = [], adapters._touched
+    def counted(g): rows = touched(g); seen.append(len(g[rows])); return rows
+    monkeypatch.setattr(adapters, "_touched", counted)
+    adapter, x = stirred("ega"), torch.tensor(data()[0]).double()[:40]
+    z = adapter.train()(x)
+    for margin, rows in ((2., 3), (-2., 0)):
+        (z[0] - z[1]).norm().sub((z[0] - z[2]).norm()).add(margin).relu().backward(retain_graph=True)
+        assert set(seen) == {rows}
+        seen.clear()
 
 
 @pytest.mark.parametrize("name", ["in_batch", "whole_set", "supcon", "preserve"])
