@@ -12,9 +12,9 @@ import torch
 
 from ega.adapters import EGA, EGABlock, Linear, LoRA, transform
 from ega.core import InputError, fingerprint, normalize, streams, torch_generator
-from ega.losses import supcon
+from ega.losses import icon, icon_self_included, nca_half_repulsion, supcon
 from ega.sparsity import class_index, whole_set_triplets
-from ega.training import TrainConfig, cosine, dense, in_batch, preserving, train, whole_set
+from ega.training import TrainConfig, _Stack, cosine, dense, in_batch, preserving, train, train_many, whole_set
 
 
 def data(n=150, d=20, classes=5, seed=0):
@@ -187,3 +187,58 @@ def test_kill_9_and_resume_gives_the_same_bits(tmp_path):
     assert path.exists()
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [bits(whole), str(len(history.loss))] and not path.exists()
+
+
+STACKED = {"in_batch": lambda index, margin, lam: preserving(in_batch(margin), lam), "whole_set": lambda index, margin, lam: preserving(whole_set(margin, index), lam),
+           **{loss.__name__: lambda index, margin, lam, loss=loss: preserving(dense(loss), lam) for loss in (supcon, icon, icon_self_included, nca_half_repulsion)}}
+SETTINGS = {"margin": [.05, .2, .9], "lam": [0., 2., .5]}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stacked_step_has_the_value_and_gradient_of_solo_steps(kind, name):
+    "In float64, three runs with their own rows, weights, margin, lam and numbers."
+    sets = [data(n, seed=i) for i, n in enumerate((60, 55, 50))]
+    adapters = [stirred(kind) for _ in sets]
+    for i, a in enumerate(adapters):
+        with torch.no_grad(): [p.mul_(1 + i/4) for p in a.parameters()]
+    rows, labels = [x.astype(np.float64) for x, _ in sets], [y for _, y in sets]
+    batch, gens = [torch.randperm(50, generator=torch.Generator().manual_seed(i))[:32] for i in range(3)], [torch.Generator().manual_seed(9 + i) for i in range(3)]
+    stack = _Stack(adapters, rows, labels, STACKED[name], {k: torch.tensor(v).double() for k, v in SETTINGS.items()}, torch.device("cpu"))
+    made = [STACKED[name](class_index(torch.tensor(y)), **{k: v[i] for k, v in SETTINGS.items()}) for i, y in enumerate(labels)]
+    u = torch.stack([o.draw(32, g) for o, g in zip(made, gens)])
+    loss, rho = stack.step([0, 1, 2], torch.stack(batch), u)
+    ours = torch.autograd.grad(loss.sum(), list(stack.weights.values()))
+    for i, (a, o) in enumerate(zip(adapters, made)):
+        solo, gradients = gradient(a, o, torch.tensor(rows[i]), torch.tensor(labels[i]), batch[i], 9 + i, True)
+        assert torch.allclose(loss[i], solo.loss, atol=1e-7) and abs(rho[i] - solo.rho) < 1e-12
+        assert torch.allclose(torch.cat([g[i].flatten() for g in ours]), gradients, atol=1e-7)          # margins enter as float32
+    some, _ = stack.step([0, 2], torch.stack([batch[0], batch[2]]), u[[0, 2]])
+    assert torch.allclose(some, loss[[0, 2]])
+
+
+def many(stacked, sizes=(150, 140, 150), seeds=(0, 1, 2), make=EGABlock, name="whole_set", **change):
+    s, sets = [streams(i) for i in seeds], [data(n, seed=7) for n in sizes]
+    adapters = [make(20, hidden=16, gen=torch_generator(i.init)) for i in s]
+    args = dict(settings=SETTINGS, streams=s, config=TrainConfig(epochs=4, batch=32, lr=1e-3), device="cpu", stacked=stacked) | change
+    return adapters, train_many(adapters, STACKED[name], *map(list, zip(*sets)), **args), sets
+
+
+@pytest.mark.parametrize("name", ["in_batch", "whole_set", "supcon"])
+def test_stacked_runs_end_where_solo_runs_end(name):
+    "Also when the last batches differ in length (150 and 140 rows in batches of 32); another seed ends elsewhere."
+    (a, ha, sets), (b, hb, _), (c, _, _) = many(False, name=name), many(True, name=name), many(True, seeds=(0, 1, 3), name=name)
+    z = [[transform(f, x) for f, (x, _) in zip(group, sets)] for group in (a, b, c)]
+    for i in range(3):
+        assert np.abs(z[0][i] - z[1][i]).max() < 1e-5 < 1e-3 < np.abs(z[0][i] - sets[i][0]).max()
+        assert np.allclose(ha[i].loss, hb[i].loss, atol=1e-5) and len(hb[i].rho) == 4*5
+    assert np.abs(z[1][2] - z[2][2]).max() > 1e-3 and not b[0].training
+
+
+def test_runs_that_cannot_share_their_steps_are_refused():
+    cases = {"steps an epoch": dict(sizes=(150, 100, 150)), "one entry a run": dict(settings={"margin": [.1, .2], "lam": [0., 0., 0.]})}
+    for words, change in cases.items():
+        with pytest.raises(InputError, match=words): many(True, **change)
+    s, (x, y) = [streams(0), streams(1)], data()
+    mixed = [EGABlock(20, hidden=h, gen=torch_generator(i.init)) for h, i in zip((16, 8), s)]
+    with pytest.raises(InputError, match="one architecture"): train_many(mixed, lambda index: dense(supcon), [x, x], [y, y], settings={}, streams=s, device="cpu", stacked=True)
