@@ -1,14 +1,17 @@
 "Adapters: identity at the start, first gradients, counts, seeds, folding, interpolation, transform."
-import copy, io
+import copy, io, json
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ega.adapters import EGA, EGABlock, GatedBlock, LoRA, Linear, interpolate, l2, parameter_count, transform
+from ega.adapters import (EGA, EGABlock, GatedBlock, LoRA, Linear, adapter_fingerprint, interpolate, l2, load_adapter, parameter_count, save_adapter,
+                          transform)
 from ega.core import InputError, normalize, on_circle, streams, torch_generator
 
 KINDS = ("EGA", "EGABlock", "LoRA", "Linear")
@@ -347,3 +350,74 @@ def test_large_row_counts_stay_small_in_memory():
     f.branch.register_forward_hook(lambda m, i, o: seen.append(len(o)))
     transform(f.eval(), rows(2000, 8), batch=512, device="cpu")
     assert seen == [512, 512, 512, 464]
+
+
+# -- one file ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path, kind, dtype):
+    f = trained(make(kind, 18)).to(dtype)
+    g = load_adapter(save_adapter(f, tmp_path/"f.safetensors"))
+    assert type(g) is type(f) and not g.training and all(p.requires_grad for p in g.parameters()) and {k: v.dtype for k, v in g.state_dict().items()} == {k: v.dtype for k, v in f.state_dict().items()}
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(f) == adapter_fingerprint(g)
+    before = (tmp_path/"f.safetensors").read_bytes()
+    assert save_adapter(g, tmp_path/"f.safetensors").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["f.safetensors"]
+
+
+def test_a_loaded_adapter_does_not_hang_on_its_file(tmp_path):
+    f = trained(make("LoRA", 18))
+    g = load_adapter(save_adapter(f, tmp_path/"f.safetensors"))
+    (tmp_path/"f.safetensors").write_bytes(b"")                                # a memory map would now be a bus error
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18)))
+
+
+def test_the_fingerprint_tells_kind_sizes_and_weights_apart():
+    made = [trained(make("LoRA", 18)), trained(make("LoRA", 18), seed=3), trained(make("LoRA", 18, rank=3)), LoRA(18, rank=4, scale=3., gen=torch.Generator()), make("Linear", 18), make("Linear", 17)]
+    assert len({adapter_fingerprint(f) for f in made}) == len(made) and adapter_fingerprint(copy.deepcopy(made[0]).train()) == adapter_fingerprint(made[0])
+
+
+def test_save_refuses_foreign_modules_and_broken_weights(tmp_path):
+    class EGABlock(nn.Linear): d, hidden = 4, 4                                # the name alone does not make it one
+    for f, words in ((nn.Linear(4, 4), "must be one of EGA, EGABlock, LoRA, Linear"), (EGABlock(4, 4), "must be one of")):
+        with pytest.raises(InputError, match=words): save_adapter(f, tmp_path/"f")
+    f = make("Linear", 4)
+    with torch.no_grad(): f.weight[1, 2] = float("nan")
+    with pytest.raises(InputError, match="weight must be finite, got 1 NaN"): save_adapter(f, tmp_path/"f")
+    assert not any(tmp_path.iterdir())
+
+
+def damaged(path, *, about=None, state=None, drop=(), raw=None):
+    "A copy of an adapter file with other metadata, other tensors, or other bytes."
+    if raw is not None: path.write_bytes(raw(path.read_bytes())); return path
+    with safe_open(path, "pt") as f: old, tensors = json.loads(f.metadata()["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
+    save_file({k: v for k, v in (tensors | (state or {})).items() if k not in drop}, path, {"ega": json.dumps(old | about if isinstance(about, dict) else about or old)})
+    return path
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(raw=lambda b: b""), "cannot be read"), (dict(raw=lambda b: b[:20]), "cannot be read"), (dict(raw=lambda b: b[:-1]), "cannot be read"), (dict(raw=lambda b: b"PK\x03\x04" + b), "cannot be read"),
+    (dict(raw=lambda b: b[:-4] + np.float32(.5).tobytes()), "not those that were saved"), (dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()), "NaN or inf"),
+    (dict(about=[1]), "cannot be read"), (dict(about={"kind": None}), "cannot be read"), (dict(about={"kind": ["LoRA"]}), "cannot be read"), (dict(about={"sizes": 3}), "cannot be read"),
+    (dict(about={"kind": "MLP"}), "kind must be one of"), (dict(about={"kind": "Linear"}), "needs the sizes"), (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
+    (dict(about={"sizes": {"d": 18, "rank": 5, "scale": 2.}}), "must have shape"), (dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.}}), "must have shape"),
+    (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.}}), "make no LoRA"), (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.}}), "make no LoRA"), (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.}}), "not those that were saved"),
+    (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "make no LoRA"), (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.}}), "make no LoRA"),
+    (dict(about={"fingerprint": 7}), "not those that were saved"), (dict(drop=["A"]), "weight A must have shape"), (dict(state={"C": torch.zeros(2)}), "weight C must have shape None"),
+    (dict(state={"A": torch.zeros(4, 18, dtype=torch.int64)}), "one floating type"), (dict(state={"A": torch.zeros(4, 18, dtype=torch.float64)}), "one floating type")])
+def test_load_refuses_every_defect(tmp_path, change, words):
+    path = damaged(save_adapter(make("LoRA", 18), tmp_path/"f.safetensors"), **change)
+    with pytest.raises(InputError, match=words) as error: load_adapter(path)
+    assert "; " in str(error.value) and str(path) in str(error.value)
+
+
+def test_load_refuses_other_files(tmp_path):
+    with pytest.raises(InputError, match="no such adapter"): load_adapter(tmp_path/"none")
+    with pytest.raises(InputError, match="no such adapter"): load_adapter(tmp_path)
+    save_file({"weight": torch.zeros(2)}, tmp_path/"plain")
+    with pytest.raises(InputError, match="cannot be read"): load_adapter(tmp_path/"plain")
+
+
+def test_load_never_unpickles(tmp_path):
+    torch.save(make("LoRA", 18), tmp_path/"f")
+    with pytest.raises(InputError, match="cannot be read"): load_adapter(tmp_path/"f")
