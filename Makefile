@@ -7,7 +7,7 @@ NOTICES := .venv/share/jupyter/lab/settings/overrides.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce paper test check export lab hooks clean always
+.PHONY: help setup reproduce paper test check bench export lab hooks clean always
 
 help:  ## show these lines
 	@echo "usage: make TARGET"; echo
@@ -26,6 +26,9 @@ test: $(READY)  ## everything: export, README, notebooks, tests, outputs
 
 check: $(READY)  ## the quick part of test, in seconds: export, README, form
 	@$(PY) tests/steps.py --quick
+
+bench: $(READY)  ## time ega beside what you would otherwise use; 10 minutes
+	@$(BIN)/ega bench
 
 export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
 	@$(BIN)/nbdev_export

@@ -118,6 +118,15 @@ def _rerun(args):
     same = rows.machine.iloc[0] == machine()
     if worst > (0 if same else TOLERANCE): raise RuntimeError(f"LP@1 differs by {worst:.2f} points; expected {'equal digits on the same kind of machine' if same else f'at most {TOLERANCE:g} on another kind of machine'}")
 
+# %% ../nbs/18_cli.ipynb #bench
+def _bench(args):
+    "Race the groups, print the ratios, keep the rows."
+    from ega.bench import as_text, bench, ratios, write
+    frame = bench(args.only, quick=args.quick, threads=args.threads, progress=sys.stderr.isatty())
+    path = write(frame, args.out)
+    print(ratios(frame).to_json(orient="records") if args.json else as_text(frame))
+    print(f"\n{len(frame)} rows in {path}", file=sys.stderr if args.json else sys.stdout)
+
 # %% ../nbs/18_cli.ipynb #parser
 def parser():
     "The command line of `ega`."
@@ -142,6 +151,12 @@ def parser():
     c.add_argument("--quiet", action="store_true", help="no progress bar")
     c = command("info", _info, "show what a pack holds")
     c.add_argument("pack", help="a .parquet pack"); c.add_argument("--json", action="store_true", help="as JSON")
+    c = command("bench", _bench, "time ega beside what you would otherwise use; up to 10 minutes")
+    c.add_argument("--only", nargs="+", metavar="GROUP", help="race these groups (default: all; a wrong name lists them)")
+    c.add_argument("--quick", action="store_true", help="tiny sizes, one process: does it run? Its ratios mean nothing")
+    c.add_argument("--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
+    c.add_argument("--threads", type=int, default=1, help="threads of every contender (default: 1)")
+    c.add_argument("--json", action="store_true", help="ratios as JSON")
     return top
 
 # %% ../nbs/18_cli.ipynb #main

@@ -13,12 +13,12 @@ LAYERS = [
     {"training", "theory"},
     {"runs", "selection"},
     {"estimator", "deploy", "monitor"},
-    {"report", "cli"},
+    {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {"plots": {"core"}, "encoders": {"core", "data"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-WITHOUT_TORCH = ["core", "data", "search", "metrics", "closed_form", "plots"]
+WITHOUT_TORCH = ["core", "data", "search", "metrics", "closed_form", "plots", "bench"]
 
 
 def imported(
