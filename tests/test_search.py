@@ -45,26 +45,39 @@ def test_knn_equals_scikit_learn():
     assert (found.I == I).all() and np.allclose(found.D, d**2, atol=1e-6)
 
 
-@pytest.mark.parametrize("tile", [(1, 1), (1, 7), (64, 3), (13, 1000), (1000, 1000)])
-@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("tile", [7, 64, 1000])
+@pytest.mark.parametrize("k", [1, 5, 100])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_every_tiling_gives_the_brute_force_neighbours(tile, k, as_tensor):
     "The tensor path is the CUDA path on another device."
     x, xb = rows(60, 6, 5), rows(90, 6, 6)*np.linspace(.5, 2, 90, dtype="f4")[:, None]    # norms differ
     given = (x, xb)
     if as_tensor: given = tuple(map(pytest.importorskip("torch").from_numpy, given))
-    I = np.sort(search._candidates(*given, k, tile=tile), 1)
-    assert (I == np.sort(brute(x, xb).argsort(1)[:, :k], 1)).all()
+    I = np.sort(search._candidates(*given, k, tile=tile)[0], 1)
+    assert (I[:, :k - 90] == -1).all() or k <= 90
+    assert (I[:, max(0, k - 90):] == np.sort(brute(x, xb).argsort(1)[:, :k], 1)).all()
+
+
+@pytest.mark.parametrize("change", [np.asfortranarray, lambda x: np.repeat(x, 2, 1)[:, ::2], lambda x: x[::-1][::-1], np.float64, lambda x: x.astype("f4").tolist()])
+def test_the_form_of_the_input_does_not_matter(change):
+    "Values that float16 holds exactly, in every layout and type."
+    xq, xb = (np.random.default_rng(s).integers(-64, 64, (n, 16)).astype("f2") for s, n in ((30, 40), (31, 200)))
+    plain, index = knn(xq.astype("f4"), xb.astype("f4"), 6, device="cpu"), ivf_index(xb.astype("f4"), nlist=4)
+    for got in (knn(xq, xb, 6, device="cpu"), knn(change(xq), change(xb), 6, device="cpu")):
+        assert (got.I == plain.I).all() and got.D.tobytes() == plain.D.tobytes()
+    left = loo_knn(xb.astype("f4"), 6, device="cpu")
+    for x in (xb, change(xb)): assert (loo_knn(x, 6, device="cpu").I == left.I).all()
+    for q in (xq, change(xq)): assert (ivf_search(index, q, change(xb), k=3, nprobe=4, device="cpu").I == plain.I[:, :3]).all()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("tile", [(4, 5), (1024, 16384)])
+@pytest.mark.parametrize("tile", [5, 1024])
 def test_no_row_is_its_own_neighbour_among_duplicates(as_tensor, tile):
     "Three distinct points, 40 rows: almost every row has a dozen twins."
     x = rows(3, 5)[np.random.default_rng(7).integers(3, size=40)]
     own = np.arange(40)
     given = pytest.importorskip("torch").from_numpy(x) if as_tensor else x
-    found = search._ranked(x, x, search._candidates(given, given, 39, own=own, tile=tile))
+    found = search._ranked(x, x, search._array(search._left_out(given, 39, tile=tile)))
     assert (found.I != own[:, None]).all() and (np.sort(found.I, 1) == [[j for j in range(40) if j != i] for i in own]).all()
     true = brute(x, x)
     true[own, own] = np.inf
@@ -85,6 +98,52 @@ def test_loo_is_brute_force_without_the_diagonal(k):
     np.fill_diagonal(true, np.inf)
     found, m = loo_knn(x, k, device="cpu"), min(k, 24)
     assert (found.I[:, :m] == true.argsort(1)[:, :m]).all() and (found.I[:, m:] == -1).all()
+
+
+@pytest.mark.parametrize("tile", [7, 64, 150, 1000])
+@pytest.mark.parametrize("k", [1, 6, 150])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_one_product_serves_both_sides(tile, k, as_tensor):
+    "Half of the tiles are multiplied; every tiling gives the neighbours of brute force, with norms that differ."
+    x = rows(150, 5, 24)*np.linspace(.5, 2, 150, dtype="f4")[:, None]
+    true = brute(x, x)
+    np.fill_diagonal(true, np.inf)
+    found = search._left_out(pytest.importorskip("torch").from_numpy(x) if as_tensor else x, k, tile=tile)
+    true = np.where(np.sort(true, 1) < np.inf, true.argsort(1), -1)[:, :k]                   # k = 150: one place stays empty
+    assert (np.sort(found, 1) == np.sort(true, 1)).all()
+
+
+@pytest.mark.parametrize("order", ["near first", "far first", "shuffled", "five points"])
+@pytest.mark.parametrize("k", [1, 10])
+def test_the_order_of_the_gallery_does_not_matter(order, k):
+    "The choice skips scores by what was kept so far: far rows first never let it skip, five points are all ties."
+    xq, xb = rows(40, 8, 25), rows(1500, 8, 26)
+    xb = {"five points": xb[np.arange(1500) % 5], "shuffled": xb}.get(order, xb[brute(xq[:1], xb)[0].argsort()[::1 if order == "near first" else -1]])
+    true = np.sort(brute(xq, xb), 1)[:, :k]
+    for tile in (16, 100, 700, 1500):
+        I, scores = search._candidates(xq, xb, k, tile=tile)
+        assert all(len(set(i)) == k for i in I.tolist()) and (I >= 0).all()
+        found = search._ranked(xq, xb, I)
+        assert np.allclose(found.D, true, atol=2e-6) and np.allclose(np.sort(scores, 1) + (xq*xq).sum(1, keepdims=True), true, atol=2e-6)
+
+
+def test_the_bound_is_one():
+    "Never below the k-th smallest, for every width and memory order; and not far above: few scores pass."
+    rng = np.random.default_rng(27)
+    for n in (3, 40, 100, 129, 1024, 1031):
+        for k in (1, 2, 9):
+            s = rng.normal(size=(30, n)).astype("f4")
+            most = np.broadcast_to(search._bound(s, k), 30)
+            assert (most >= np.sort(s, 1)[:, min(k, n) - 1]).all() and np.array_equal(np.broadcast_to(search._bound(np.asfortranarray(s), k), 30), most)
+            assert n < 1000 or (s <= most[:, None]).sum(1).max() <= 4*k + 16
+
+
+def test_scores_below_are_found_in_either_memory_order():
+    s = np.random.default_rng(32).normal(size=(7, 11)).astype("f4")
+    most = np.linspace(-1, 1, 7, dtype="f4")
+    for tile in (s, np.asfortranarray(s), s[:1], s[:, :1]):
+        r, c = search._below(tile, most[:len(tile)])
+        assert np.array_equal(np.stack([r, c]), np.nonzero(tile < most[:len(tile), None]))
 
 
 def test_loo_of_one_row_finds_nothing():
@@ -114,13 +173,39 @@ def test_neighbours_for_small_k_are_a_prefix():
 
 
 def test_memory_is_bounded():
-    "The full score matrix would be 640 MB; two tiles and their copies are far less."
+    "The full score matrix would be 640 MB; a tile of 16 MB, its mask, the norms and the result take 30 MB."
     xq, xb = rows(4000, 2), rows(40_000, 2, 1)
     tracemalloc.start()
     knn(xq, xb, 1, device="cpu")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 250e6
+    assert peak < 50e6
+
+
+def test_memory_of_many_equal_rows_is_bounded():
+    "All scores tie, so a whole tile passes the bound: the worst case, 4 million entries of 70 bytes, and no more for more rows."
+    x = np.ones((9000, 2), "f4")
+    tracemalloc.start()
+    loo_knn(x, 9, device="cpu")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 350e6
+
+
+PEAK = """
+import resource, numpy as np
+from ega.search import loo_knn
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
+x = np.random.default_rng(0).random(size=(20_000, 128), dtype="f4")
+before = peak()
+loo_knn(x, 9, device="cpu")
+print(peak() - before)
+"""
+
+
+def test_resident_memory_of_leave_one_out_is_bounded():
+    "Above the rows: 60 MB of tiles and 100 bytes for each neighbour asked for (18 MB). All scores would be 1.6 GB."
+    assert float(run(PEAK)) < 60 + 20_000*9*100/1e6
 
 
 def test_ivf_equals_faiss_called_by_hand():
@@ -147,6 +232,23 @@ def test_ivf_equals_lists_read_by_hand():
         true = np.where(probed, brute(xq, xb), np.inf)
         assert (found.I == true.argsort(1)[:, :4]).all()
         assert np.allclose(found.scanned, probed.mean(1))
+
+
+@pytest.mark.parametrize("nprobe, k", [(1, 1), (1, 40), (3, 5), (8, 5)])
+def test_lists_scanned_by_product_give_what_faiss_gives(monkeypatch, nprobe, k):
+    "Both orders, query after query and list after list; k = 40 pads, and one list is empty."
+    xq, xb = rows(900, 12, 28), rows(250, 12, 29)*np.linspace(.5, 2, 250, dtype="f4")[:, None]
+    index, calls = ivf_index(xb, nlist=8, kmeans_seed=5), []
+    index.invlists.resize(3, 0); index.ntotal = 250            # a list without rows, as a k-means may leave one
+    scan = search._scan
+    monkeypatch.setattr(search, "_scan", lambda *a: calls.append(1) or scan(*a))
+    found = ivf_search(index, xq, xb, k=k, nprobe=nprobe, device="cpu")
+    index.nprobe = nprobe
+    by_faiss = search._ranked(xq, xb, index.search(xq, k)[1])
+    assert calls == [1] and (found.I == by_faiss.I).all() and found.D.tobytes() == by_faiss.D.tobytes()
+    assert k < 40 or (found.I[:, 0] >= 0).any() and (found.I[:, -1] == -1).any()
+    few = ivf_search(index, xq[:20], xb, k=k, nprobe=1, device="cpu")
+    assert calls == [1] and (nprobe > 1 or (few.I == found.I[:20]).all())          # few queries: FAISS' own order
 
 
 def test_all_lists_probed_is_exact_to_the_bit():
