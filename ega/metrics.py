@@ -136,10 +136,20 @@ def replicates(
     for rows, times in zip(members, drawn.T):
         here = np.flatnonzero(times)                          # replicates that drew this class
         draws = times[here]*len(rows)
-        pick = rng.integers(len(rows), size=draws.sum(), dtype=np.int32)
-        sums[here] += np.add.reduceat(values[rows].take(pick, axis=0), np.cumsum(draws) - draws)
+        sums[here] += _sums(values[rows], draws, rng)
         counts[here] += draws
     return sums/(counts if values.ndim == 1 else counts[:, None])
+
+# %% ../nbs/08_metrics.ipynb #sums
+def _sums(values, draws, rng, *, budget=2**20):
+    "Sums of draws[i] of the n values (n,) or (n, m), drawn with replacement, for each i."
+    n, step, sums = len(values), max(1, budget//draws.max()), []        # replicates at a time: bounded memory
+    for i in range(0, len(draws), step):
+        some = draws[i:i + step]
+        pick = rng.integers(n, size=some.sum(), dtype=np.int32) + np.repeat(np.arange(len(some))*n, some)
+        times = np.bincount(pick, minlength=len(some)*n).reshape(-1, n)  # how often each value was drawn
+        sums.append(times @ values)
+    return np.concatenate(sums)
 
 # %% ../nbs/08_metrics.ipynb #outcomes
 def _outcomes(values, classes):

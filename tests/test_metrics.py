@@ -1,12 +1,12 @@
 "Metrics: hand values, all orders of a tie, parity with scikit-learn and faiss contrib, bootstrap against loops and formulas."
-import itertools, time
+import itertools, time, tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from ega.core import InputError, normalize, on_circle, streams
-from ega.metrics import _pairs, ar_at_k, bootstrap, bootstrap_worst, displacement, loo_lp, lp_at_k, pair_stats, replicates
+from ega.metrics import _pairs, _sums, ar_at_k, bootstrap, bootstrap_worst, displacement, loo_lp, lp_at_k, pair_stats, replicates
 from ega.search import Neighbours, ivf_sweep, knn
 
 
@@ -164,6 +164,44 @@ def test_replicates_have_the_enumerated_distribution():
     exact[4] += 1/4
     means = replicates([0., 1, 1, 1], [0, 0, 1, 1], np.random.default_rng(3), n_boot=40_000)
     assert np.abs(np.bincount(np.round(means*4).astype(int), minlength=5)/40_000 - exact).max() < .01
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize("budget", [1, 100, 2**20])
+def test_counts_times_outcomes_are_the_sums_of_the_draws(columns, budget):
+    "The same stream, drawn one value after another: the sums are those of the drawn values, whatever the block."
+    values = np.random.default_rng(10).normal(size=(13,) if columns is None else (13, columns))
+    draws, rng = np.array([13, 39, 13, 130, 26]), np.random.default_rng(11)
+    loop = [values[[rng.integers(13, dtype=np.int32) for _ in range(n)]].sum(0) for n in draws]
+    assert np.allclose(_sums(values, draws, np.random.default_rng(11), budget=budget), loop, rtol=1e-12)
+
+
+def test_each_draw_of_a_class_gets_its_own_queries():
+    """Two classes of n queries: a class drawn twice (probability 1/2) has 2n independent draws, variance v/2n; one copy counted twice would have v/n.
+
+    Variance of the mean = that of the class means over two draws, d^2/8, + v/2n; tolerance 4 standard errors of a variance of normal values."""
+    v, c = np.array([0., 1]*5 + [3., 4]*5), np.repeat([0, 1], 10)
+    got = replicates(v, c, np.random.default_rng(12), n_boot=40_000).var()
+    assert abs(got/(9/8 + .25/20) - 1) < 4*(2/40_000)**.5
+    within = replicates(v - 3*c, c, np.random.default_rng(12), n_boot=40_000).var()          # classes alike: only the queries vary
+    assert abs(within/(.25/20) - 1) < 4*(2/40_000)**.5
+
+
+def test_many_outcomes_cost_little_more_than_one():
+    "26 columns, as in a summary: one matrix product; gathering all draws took 5 s."
+    classes, values = np.repeat(np.arange(10), 1000), np.random.default_rng(0).random((10_000, 26))
+    start = time.process_time()
+    replicates(values, classes, np.random.default_rng(1), n_boot=1000)
+    assert time.process_time() - start < 2
+
+
+def test_memory_of_one_large_class_is_bounded():
+    "20 million draws; 2,000 x 10,000 counts at once would be 160 MB."
+    tracemalloc.start()
+    replicates(np.ones(10_000), np.zeros(10_000, int), np.random.default_rng(0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6
 
 
 def test_spread_is_the_two_stage_formula():
