@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ega import search
 from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, pack_path, write_pack
 from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
@@ -89,6 +90,29 @@ def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method)
         assert np.array_equal(other.y[r["query"]], r.query_class) and np.isclose((other.y[r.neighbour] == r.query_class).mean(), r.lp1, atol=.03)
     assert not (rows.loc["unseen", "neighbour"] == rows.loc["unseen", "query"]).any()
     assert len(rows.rho_history.iloc[0]) == (BUDGET["epochs"] if METHODS[method].loss else 0)
+
+
+@pytest.mark.parametrize("crowd", [1, 30])
+@pytest.mark.parametrize("k", [1, 3])
+def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatch):
+    "Neighbours in the other folds are read from the neighbours among all rows; crowds of 30 twins of one fold leave none there, so these are searched again."
+    from ega import runs
+    from ega.search import SearchConfig
+    rng = np.random.default_rng(0)
+    y = rng.integers(5, size=240//crowd)
+    x = np.repeat(normalize(rng.normal(size=(len(y), 6)) + np.eye(6)[y]), crowd, 0)
+    fold = np.repeat(np.arange(len(y)) % 4, crowd) if crowd > 1 else rng.integers(4, size=240)
+    y, index, searched = np.repeat(y, crowd), SearchConfig("ivf", k, 6, 2), []
+    monkeypatch.setattr(runs, "row_split", lambda *a, **kw: [np.flatnonzero(fold == f) for f in range(4)])
+    monkeypatch.setattr(runs, "knn", lambda xq, xb, k: searched.append(len(xq)) or search.knn(xq, xb, k))
+    got = runs.judge_left_out(x, y, index, 4, None)
+    again, searched[:] = sum(searched), []
+    for f in range(4):
+        q, b = np.flatnonzero(fold == f), np.flatnonzero(fold != f)
+        v = runs.judge(x[q], x[b], y[q], y[b], index)
+        assert np.allclose(got.ivf_hit[q], v.ivf_hit) and np.allclose(got.ivf_ar[q], v.ivf_ar)
+    assert sum(searched) == 240 and again == (240 if crowd > 1 else 0)
+    assert 0 < got.ivf_ar.mean() < 1 or crowd > 1
 
 
 def test_frozen_leave_one_out_is_brute_force(packs):
