@@ -236,7 +236,8 @@ def ivf_search(
     if not 1 <= nprobe <= index.nlist: raise InputError(f"nprobe must lie in 1..{index.nlist}, the lists of the index, got {nprobe}")
     placed = _on_gpu(index, device)
     _, lists = index.quantizer.search(xq, int(nprobe))        # (nq, nprobe)
-    if placed is index and lists.size >= 64*index.nlist: I = _scan(index, xq, lists, k)
+    per_list = lists.size*len(xb)*index.d/index.nlist**2      # multiplications
+    if placed is index and per_list >= 2**23: I = _scan(index, xq, lists, k)
     else:
         placed.nprobe = int(nprobe)
         _, I = placed.search(xq, k)

@@ -235,20 +235,24 @@ def test_ivf_equals_lists_read_by_hand():
 
 
 @pytest.mark.parametrize("nprobe, k", [(1, 1), (1, 40), (3, 5), (8, 5)])
-def test_lists_scanned_by_product_give_what_faiss_gives(monkeypatch, nprobe, k):
+def test_lists_scanned_by_product_give_what_faiss_gives(nprobe, k):
     "Both orders, query after query and list after list; k = 40 pads, and one list is empty."
     xq, xb = rows(900, 12, 28), rows(250, 12, 29)*np.linspace(.5, 2, 250, dtype="f4")[:, None]
-    index, calls = ivf_index(xb, nlist=8, kmeans_seed=5), []
+    index = ivf_index(xb, nlist=8, kmeans_seed=5)
     index.invlists.resize(3, 0); index.ntotal = 250            # a list without rows, as a k-means may leave one
-    scan = search._scan
-    monkeypatch.setattr(search, "_scan", lambda *a: calls.append(1) or scan(*a))
-    found = ivf_search(index, xq, xb, k=k, nprobe=nprobe, device="cpu")
     index.nprobe = nprobe
+    found = search._ranked(xq, xb, search._scan(index, xq, index.quantizer.search(xq, nprobe)[1], k))
     by_faiss = search._ranked(xq, xb, index.search(xq, k)[1])
-    assert calls == [1] and (found.I == by_faiss.I).all() and found.D.tobytes() == by_faiss.D.tobytes()
+    assert (found.I == by_faiss.I).all() and found.D.tobytes() == by_faiss.D.tobytes()
     assert k < 40 or (found.I[:, 0] >= 0).any() and (found.I[:, -1] == -1).any()
-    few = ivf_search(index, xq[:20], xb, k=k, nprobe=1, device="cpu")
-    assert calls == [1] and (nprobe > 1 or (few.I == found.I[:20]).all())          # few queries: FAISS' own order
+
+
+def test_lists_are_scanned_by_product_where_they_are_asked_enough(monkeypatch):
+    xq, xb, calls, scan = rows(600, 64, 33), rows(2000, 64, 34), [], search._scan
+    index = ivf_index(xb, nlist=2)
+    monkeypatch.setattr(search, "_scan", lambda *a: calls.append(len(a[1])) or scan(*a))
+    many, few = (ivf_search(index, xq[:n], xb, k=3, nprobe=1, device="cpu") for n in (600, 60))
+    assert calls == [600] and (many.I[:60] == few.I).all()
 
 
 def test_all_lists_probed_is_exact_to_the_bit():
