@@ -493,7 +493,7 @@ def pml_trainer(size, folder):
 # %% ../nbs/19_bench.ipynb #vector-model
 def _vector_model(start):
     "A SentenceTransformer of one module: rows looked up by number, then the block."
-    from ega.encoders import mend_torchvision
+    from ega.datasets import mend_torchvision
     kept = mend_torchvision()
     require("sentence_transformers", "bench")
     from sentence_transformers import SentenceTransformer
@@ -730,7 +730,8 @@ def _pictures(folder, n):
 # %% ../nbs/19_bench.ipynb #studio
 def _studio(size, folder):
     "Source and encoder, held to as many cores as there are threads."
-    from ega.encoders import OnnxImageEncoder, Preprocess, image_folder
+    from ega.datasets import image_folder
+    from ega.encoders import OnnxImageEncoder, Preprocess
     require("onnxruntime", "bench")
     if hasattr(os, "sched_setaffinity"): os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:size["threads"]])
     net = Path(folder)/f"net-{size['side']}.onnx"

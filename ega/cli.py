@@ -88,8 +88,13 @@ def _short(benchmark): return benchmark.replace("tiny200>", ">")
 # %% ../nbs/18_cli.ipynb #embed
 def _embed(args):
     "Images or texts to a pack."
-    from ega.encoders import embed
-    done = embed(args.source, args.encoder, args.out, batch=args.batch, dtype=args.dtype, on_error=args.on_error, progress=not args.quiet)
+    from ega.datasets import open_dataset, open_source
+    from ega.encoders import embed, load_encoder
+    if (args.source is None) == (args.dataset is None): raise InputError(f"expected one thing to embed, a path or --dataset NAME, got {'both' if args.source else 'neither'}; `ega embed --help` lists them")
+    if args.dataset: source = open_dataset(args.dataset, args.root, splits=args.splits, per_class=args.per_class, seed=args.seed, download=not args.no_download)
+    else: source = open_source(args.source)
+    encoder = load_encoder(args.encoder, weights=args.weights, device=args.device, precision=args.precision)
+    done = embed(source, encoder, args.out, batch=args.batch, dtype=args.dtype, on_error=args.on_error, processes=args.processes, restart=args.restart, progress=not args.quiet)
     for name, why in done.skipped.items(): print(f"skipped {name}: {why}", file=sys.stderr)
     print(f"{done.rows} rows in {done.path}")
 
@@ -127,6 +132,28 @@ def _bench(args):
     print(ratios(frame).to_json(orient="records") if args.json else as_text(frame))
     print(f"\n{len(frame)} rows in {path}", file=sys.stderr if args.json else sys.stdout)
 
+# %% ../nbs/18_cli.ipynb #embed-arguments
+def _embed_arguments(c):
+    "What `ega embed` takes: what to embed, what with, how."
+    c.add_argument("source", nargs="?", help="a folder of images (one subfolder a class), an .npz archive of images, or a .csv with a column `text` or `image`")
+    c.add_argument("--dataset", metavar="NAME", help="a public set, such as cifar100, aircraft, food101 (a wrong name lists them)")
+    c.add_argument("--root", default="build/datasets", help="folder of downloads; for imagenet the folder that holds train/ (default: build/datasets)")
+    c.add_argument("--splits", nargs="+", metavar="SPLIT", help="splits of the set (default: those the paper embeds)")
+    c.add_argument("--per-class", type=int, metavar="N", help="N rows a class, chosen by --seed (default: all; imagenet 35)")
+    c.add_argument("--seed", type=int, default=42, help="chooses the rows of --per-class (default: 42)")
+    c.add_argument("--no-download", action="store_true", help="use what is in the root, fetch nothing")
+    c.add_argument("--encoder", required=True, help="a name such as clip-vit-b32, dinov2-large, efficientnet-lite0, all-MiniLM-L6-v2, timm:MODEL, or the path of an .onnx file (a wrong name lists them)")
+    c.add_argument("--weights", metavar="FILE", help="a local file of weights (default: from the hub); `random`: the bare architecture")
+    c.add_argument("--device", help="cpu, cuda, cuda:1 (default: CUDA when there is one)")
+    c.add_argument("--precision", choices=("float32", "float16", "bfloat16"), help="autocast of the model (default: float16 on a GPU, float32 on a CPU)")
+    c.add_argument("--out", default="build/packs", help="the .parquet file to write, or a folder of packs (default: build/packs)")
+    c.add_argument("--batch", type=int, help="inputs encoded at once (default: 16, on a GPU 256)")
+    c.add_argument("--processes", type=int, default=0, help="processes that decode (default: 0, four threads do)")
+    c.add_argument("--dtype", choices=("int8", "float16", "float32"), default="float16", help="how vectors are stored (default: float16)")
+    c.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="what an unreadable input does (default: raise)")
+    c.add_argument("--restart", action="store_true", help="begin anew: replace a pack or shards that are there")
+    c.add_argument("--quiet", action="store_true", help="no progress bar")
+
 # %% ../nbs/18_cli.ipynb #parser
 def parser():
     "The command line of `ega`."
@@ -141,14 +168,7 @@ def parser():
     c.add_argument("--quiet", action="store_true", help="no progress bars")
     c = command("rerun", _rerun, "train one stored run again and compare its digits")
     c.add_argument("run_id", help="the id of a run, or its first digits"); c.add_argument("--results", help="folder of results (default: data/results)")
-    c = command("embed", _embed, "turn images or texts into a pack of embeddings")
-    c.add_argument("source", help="a folder of images (one subfolder a class), an .npz archive of images, or a .csv with a column `text`")
-    c.add_argument("--encoder", required=True, help="a name such as efficientnet-lite0 or all-MiniLM-L6-v2, or the path of an .onnx file")
-    c.add_argument("--out", required=True, help="the .parquet file to write")
-    c.add_argument("--batch", type=int, default=16, help="inputs encoded at once (default: 16)")
-    c.add_argument("--dtype", choices=("int8", "float16", "float32"), default="float16", help="how vectors are stored (default: float16)")
-    c.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="what an unreadable input does (default: raise)")
-    c.add_argument("--quiet", action="store_true", help="no progress bar")
+    _embed_arguments(command("embed", _embed, "turn images or texts into a pack of embeddings"))
     c = command("info", _info, "show what a pack holds")
     c.add_argument("pack", help="a .parquet pack"); c.add_argument("--json", action="store_true", help="as JSON")
     c = command("bench", _bench, "time ega beside what you would otherwise use; up to 10 minutes")

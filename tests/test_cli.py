@@ -1,4 +1,5 @@
 "The command line as a user meets it: exit codes, messages, files, the time it takes to ask for help."
+import importlib.util
 import json
 import os
 import subprocess
@@ -106,3 +107,22 @@ def test_embed_turns_photographs_into_a_pack(tmp_path):
     done = run(*args, "--on-error", "skip", cwd=tmp_path)
     assert done.returncode == 0 and "6 rows in photos.parquet" in done.stdout and "broken.png" in done.stderr
     assert pd.read_parquet(tmp_path/"photos.parquet").label.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_embed_takes_a_public_set_by_name(tmp_path):
+    "One command, from the files of a set and a bare architecture to a pack; what is asked for wrongly is one sentence."
+    for package in ("torchvision", "timm"): importlib.util.find_spec(package) or pytest.skip(f"needs {package}")
+    from PIL import Image
+    top = tmp_path/"sets/CUB_200_2011"
+    for i, c in enumerate(("001.A", "002.B")):
+        (top/"images"/c).mkdir(parents=True)
+        Image.new("RGB", (40, 30), ("red", "blue")[i]).save(top/"images"/c/"x.jpg")
+    for name, lines in {"images": "1 001.A/x.jpg\n2 002.B/x.jpg", "image_class_labels": "1 1\n2 2", "train_test_split": "1 1\n2 1", "classes": "1 001.A\n2 002.B"}.items(): (top/f"{name}.txt").write_text(lines)
+    args = ("embed", "--dataset", "CUB-200", "--root", "sets", "--encoder", "timm:vit_tiny_patch16_224", "--weights", "random", "--quiet", "--no-download")
+    failed = run(*args, cwd=tmp_path)
+    assert failed.returncode == 2 and "expected 11788 rows in train, test, found 2" in failed.stderr
+    done = run(*args, "--splits", "train", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0 and "2 rows in build/packs/cub200_train__vit_tiny_patch16_224_untrained.parquet" in done.stdout, done.stderr
+    for wrong, words in ((("embed", "--encoder", "x"), "neither"), (("embed", "sets", "--dataset", "pet", "--encoder", "x"), "both"), (("embed", "--dataset", "mnist", "--encoder", "x"), "got 'mnist'")):
+        failed = run(*wrong, cwd=tmp_path)
+        assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr

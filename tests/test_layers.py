@@ -8,7 +8,7 @@ package = Path(__file__).resolve().parent.parent/"ega"
 
 LAYERS = [
     {"core"},
-    {"data", "adapters", "losses", "search", "plots"},
+    {"data", "datasets", "adapters", "losses", "search", "plots"},
     {"sparsity", "metrics", "closed_form", "encoders"},
     {"training", "theory"},
     {"runs", "selection"},
@@ -16,9 +16,9 @@ LAYERS = [
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ONLY = {"plots": {"core"}, "encoders": {"core", "data"}}      # narrower than their layer
+ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-WITHOUT_TORCH = ["core", "data", "search", "metrics", "closed_form", "plots", "bench"]
+WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "closed_form", "plots", "bench"]
 
 
 def imported(
@@ -69,6 +69,7 @@ def test_nobody_imports_upwards():
     ("adapters", "from .losses import supcon", "meet"),
     ("plots", "from ega.data import EmbeddingSet", "alone"),
     ("encoders", "from ega.search import knn", "alone"),
+    ("datasets", "from ega.search import knn", "alone"),
     ("data", "import ega\ndef f(): return ega.metrics.lp_at_k", "above"),
     ("data", "import ega\ndef f(): return ega.normalize", "takes normalize from the package"),
     ("core", "def f():\n    from ega import read_pack", "takes read_pack from the package"),
