@@ -17,6 +17,7 @@ from bench_contenders import breaking, dying, faulty, noting, threads_seen
 from ega import bench, cli
 from ega.adapters import EGABlock
 from ega.core import InputError
+from ega.datasets import mend_torchvision
 from ega.sparsity import class_index, in_batch_triplets, rho_of, whole_set_triplets
 
 SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=.6, lr=1e-4)
@@ -192,6 +193,7 @@ def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypa
 
 @pytest.mark.parametrize("name", ["st_whole_set", "st_in_batch"])
 def test_sentence_transformers_trains_the_same_block(tmp_path, start, monkeypatch, name):
+    mend_torchvision()                                # a broken one would keep sentence-transformers from being imported
     pytest.importorskip("sentence_transformers"); pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made, block = [], bench.plain_block
