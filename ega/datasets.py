@@ -193,6 +193,7 @@ def _fetch(url, root, name, download, sha256=None):
         from torch.hub import download_url_to_file
         path.parent.mkdir(parents=True, exist_ok=True)
         download_url_to_file(url, str(path), hash_prefix=sha256, progress=sys.stderr.isatty())
+    if not path.exists(): raise FileNotFoundError(f"{name} is not in it")
     return path
 
 def _unpack(url, root, folder, download, md5=None):

@@ -251,7 +251,7 @@ def encoder_card(
 ):         # name in packs, Card
     "The row of the table that a name stands for; other models of timm and open_clip get a row of their own."
     library, *rest = str(name).split(":")
-    if library == "timm" and len(rest) == 1: return rest[0], Card("timm", *rest[0].partition(".")[::2], None)
+    if library == "timm" and len(rest) == 1 and rest[0]: return rest[0], Card("timm", *rest[0].partition(".")[::2], None)
     if library == "open_clip" and len(rest) == 2: return "_".join(rest), Card("open_clip", *rest, None)
     key = str(name).lower().replace("-", "_")
     if key not in ENCODERS: raise InputError(f"encoder must be one of {', '.join(ENCODERS)}, timm:MODEL, open_clip:MODEL:TAG or the path of an .onnx file, got {name!r}")

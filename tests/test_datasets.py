@@ -299,7 +299,9 @@ def test_a_file_is_fetched_once_and_checked(server, tmp_path):
     path = _fetch(f"{address}/f.csv", tmp_path/"r", "deep/f.csv", True, good)
     assert path.read_text() == "text\nhello\n" and _fetch("http://nowhere", tmp_path/"r", "deep/f.csv", True, "0") == path and len(asked) == 1
     with pytest.raises(RuntimeError, match="invalid hash"): _fetch(f"{address}/f.csv", tmp_path/"q", "f.csv", True, "0"*64)
-    assert not list((tmp_path/"q").iterdir()) and not _fetch(f"{address}/f.csv", tmp_path/"q", "f.csv", False).exists()
+    assert not list((tmp_path/"q").iterdir())
+    with pytest.raises(FileNotFoundError, match="f.csv is not in it"): _fetch(f"{address}/f.csv", tmp_path/"q", "f.csv", False)
+    with pytest.raises(InputError, match="clinc150: expected its files in .*data_full.json is not in it"): opened("clinc150", tmp_path)
 
 
 def test_names_splits_and_counts():
