@@ -212,7 +212,8 @@ def _timm(model, tag, weights, crop_pct=None, **options):
     if weights not in (None, "random"):                      # timm loads what fits and leaves the rest at random
         left = [k for (k, v), w in zip(make(False).named_parameters(), tower.parameters()) if v.std(correction=0) > 0 and v.equal(w)]
         if left: raise InputError(f"{weights} lacks {len(left)} weights of {model}, first {left[0]}; expected a file of all of them")
-    known = timm.data.resolve_model_data_config(tower) | ({"crop_pct": crop_pct} if crop_pct else {})
+    side = options.get("img_size")                           # timm goes on describing the size of the weights
+    known = timm.data.resolve_model_data_config(tower) | ({"crop_pct": crop_pct} if crop_pct else {}) | ({"input_size": (3, side, side)} if side else {})
     return tower, timm.data.create_transform(**known), known
 
 LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
