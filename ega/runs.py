@@ -185,11 +185,16 @@ class Protocol:
     "How rows are split and neighbours are judged."
     seen: float = .8                            # share of classes an adapter sees
     fit: tuple = (.75, .25)                     # of the seen rows: fit (and gallery), queries; stratified
-    in_distribution: tuple = (.5, .25, .25)     # of all rows: fit, gallery, queries; stratified
+    in_distribution: tuple = (.5, .25, .25)     # of all rows: fit, gallery, queries; stratified; two shares: the gallery is what was fitted
+    leak: bool = False                          # in distribution: the queries are fitted on, too
     folds: int = 4                              # beside the index, each unseen row is a query in one of 4 folds
     index: SearchConfig = SearchConfig("ivf", k=1, nlist=10, nprobe=1)
 
-PROTOCOLS = {"strict": Protocol()}
+PROTOCOLS = {
+    "strict": Protocol(),
+    "gallery_fitted": Protocol(in_distribution=(.75, .25)),
+    "leaked": Protocol(in_distribution=(.75, .25), leak=True),
+}
 
 # %% ../nbs/11_runs.ipynb #rows-of
 def rows_of(
@@ -214,7 +219,10 @@ def split_of(
     "Who is fitted, who is searched, who asks; proven disjoint."
     b, p, rng = BENCHMARKS[config.benchmark], PROTOCOLS[config.protocol], streams(config.split_seed).split
     none = np.empty(0, np.int64)
-    if config.task == "in_distribution": return Split(*row_split(es.y, rng, fractions=p.in_distribution), none, none).check(es.y)
+    if config.task == "in_distribution":
+        *kept, queries = row_split(es.y, rng, fractions=p.in_distribution)
+        if p.leak: return Split(np.arange(len(es)), kept[-1], queries, none, none)        # not checked: it would not pass
+        return Split(kept[0], kept[-1], queries, none, none).check(es.y)
     if config.task != "unseen": raise InputError(f"task must be unseen or in_distribution, got {config.task!r}")
     cross = b.train != b.unseen
     seen = np.unique(es.y) if cross else class_split(es.y, rng, seen=p.seen).seen
@@ -288,7 +296,8 @@ def execute(
     zu = z if shared else adapt(other.x)
     def row(query_set, queries, rows, x, zz, y, verdict): return _row(config, p, (es, other), history, seconds, query_set, rows, x, zz, y, verdict, queries)
     q = split.seen_queries
-    sets = {"seen": split.seen_gallery} | ({"seen_fit_gallery": split.fit} if config.task == "in_distribution" else {})
+    apart = config.task == "in_distribution" and not np.intersect1d(split.fit, split.seen_gallery).size      # fit rows can be a gallery of their own
+    sets = {"seen": split.seen_gallery} | ({"seen_fit_gallery": split.fit} if apart else {})
     result = [row(name, q, len(g), es.x, z, es.y, _on(judge(z[q], z[g], es.y[q], es.y[g], p.index), g)) for name, g in sets.items()]
     if len(u := split.unseen_queries):
         g = split.unseen_gallery
@@ -383,6 +392,8 @@ class Grid:
     epochs: int = 10               # the released code: 150
     splits: tuple = (42, 0, 1)
     seeds: tuple = (0, 1)
+    protocol: str = "strict"
+    rank: int | None = None        # of LoRA; None: the method's own
 
     def configs(self):
         "Its RunConfigs, first split and seed first; what is not trained runs once a split."
@@ -390,7 +401,7 @@ class Grid:
             for split_seed in self.splits:
                 for method in self.methods:
                     if METHODS[method].loss is None and seed != self.seeds[0]: continue
-                    for b in self.benchmarks: yield config_of(self.task, b, method, hidden=self.hidden, epochs=self.epochs, split_seed=split_seed, seed=seed)
+                    for b in self.benchmarks: yield config_of(self.task, b, method, hidden=self.hidden, epochs=self.epochs, split_seed=split_seed, seed=seed, protocol=self.protocol, rank=self.rank)
 
 # %% ../nbs/11_runs.ipynb #config-of
 def config_of(
@@ -398,24 +409,30 @@ def config_of(
     *,
     hidden=2048, epochs=150,      # capacity and length
     split_seed=42,                # classes, rows, folds
-    seed=0                        # init, order, triplets
+    seed=0,                       # init, order, triplets
+    protocol="strict",            # a key of PROTOCOLS
+    rank=None                     # of LoRA; None: the method's own
 ):                                # RunConfig
     "The configuration of a method on a benchmark."
-    for key, known, what in ((benchmark, BENCHMARKS, "benchmark"), (method, METHODS, "method")):
+    for key, known, what in ((benchmark, BENCHMARKS, "benchmark"), (method, METHODS, "method"), (protocol, PROTOCOLS, "protocol")):
         if key not in known: raise InputError(f"{what} must be one of {', '.join(known)}; got {key!r}")
     m = METHODS[method]
-    adapter = replace(m.adapter, hidden=hidden) if m.adapter.hidden else m.adapter
+    adapter = replace(m.adapter, hidden=hidden) if m.adapter.hidden else replace(m.adapter, rank=rank) if rank and m.adapter.rank else m.adapter
     train = TrainConfig(epochs=epochs, lr=m.lr) if m.loss else None
-    return RunConfig(task, benchmark, method, adapter, m.loss, train, split_seed=split_seed, seed=seed)
+    return RunConfig(task, benchmark, method, adapter, m.loss, train, protocol, split_seed, seed)
 
-# %% ../nbs/11_runs.ipynb #d53161e3
+# %% ../nbs/11_runs.ipynb #107b8f04
 _trained = tuple(k for k, m in METHODS.items() if m.loss)
+_leak = Grid("in_distribution", ("tiny200",), ("frozen", "ega_block", "icon_self_included", "nca_half_repulsion", "lora_supcon", "lora_triplet"), epochs=20, splits=(42,), seeds=(0,))
 
 GRIDS = {
     "full": {
         "unseen": Grid("unseen", tuple(BENCHMARKS)),
         "in_distribution": Grid("in_distribution", ("tiny200", "clinc150")),
         "long": Grid("unseen", ("cub100",), methods=("frozen", *_trained), hidden=2048, epochs=150, splits=(42,), seeds=(0,)),
+        "leak_closed": replace(_leak, protocol="gallery_fitted"),
+        "leak_open": replace(_leak, protocol="leaked"),
+        "lora_rank8": Grid("unseen", tuple(BENCHMARKS), ("lora_supcon", "lora_triplet"), splits=(42, 0, 1), seeds=(0,), rank=8),
     },
     "quick": {
         "unseen": Grid("unseen", tuple(BENCHMARKS), splits=(42,), seeds=(0,)),

@@ -65,6 +65,14 @@ def test_the_interval_of_one_mean_square_is_exact():
     assert np.isclose(got.mean, means.std(ddof=1)) and np.allclose([got.low, got.high], exact, rtol=.01)
 
 
+def test_the_interval_of_seeds_alone_is_exact():
+    "Runs that differ in their mean only: the chi-square interval with 4 (3 - 1) degrees of freedom."
+    runs = rng(5).normal(size=(4, 3))
+    got = variance_parts([([np.repeat(r[:, None], 4, 1) for r in runs], [np.array([0, 0, 1, 1])]*4)], rng(6), draws=200_000).seed
+    pooled = runs.var(axis=1, ddof=1).mean()
+    assert np.isclose(got.mean, pooled**.5) and np.allclose([got.low, got.high], np.sqrt(8*pooled/stats.chi2.ppf([.975, .025], 8)), rtol=.01)
+
+
 def test_parts_follow_scale_and_forget_shift_and_order():
     y, r = np.repeat(np.arange(4), 6), rng(7)
     o, c = world(r, 3, 2, y, .1, .1, .1, .3, .2)
@@ -150,6 +158,14 @@ def test_equal_outcomes_never_differ_and_more_queries_differ_less():
 def test_design_effect_of_independent_and_of_copied_queries():
     d, c = rng(4).normal(size=60_000), np.repeat(np.arange(6000), 10)
     assert abs(design_effect(d, c) - 1) < .1 and abs(design_effect(np.repeat(d[:6000], 10), c) - 10) < .01
+
+
+def test_design_effect_is_the_cluster_robust_variance_over_the_plain_one():
+    sm = pytest.importorskip("statsmodels.api")
+    c = np.repeat(np.arange(7), [3, 5, 8, 2, 9, 4, 4])
+    d = rng(6).normal(size=35) + rng(7).normal(size=7)[c]
+    fit = sm.OLS(d, np.ones(35)).fit
+    assert np.isclose(design_effect(d, c), fit(cov_type="cluster", cov_kwds={"groups": c}).cov_params()[0, 0]/fit().cov_params()[0, 0])
 
 
 # ---- printed numbers

@@ -241,3 +241,24 @@ def test_summary_refuses_mixtures(results):
 def test_quick_is_a_part_of_full():
     for name, grid in GRIDS["quick"].items():
         assert {c.run_id for c in grid.configs()} <= {c.run_id for c in GRIDS["full"][name].configs()}
+
+
+# ---- what serves the audit
+
+def test_closed_and_open_leak_ask_the_same_of_the_same_gallery(packs):
+    "Only the fit rows differ, and the check that all other splits pass refuses the open one."
+    from ega.data import check_split
+    strict, closed, leaky = (config_of("in_distribution", "grocery", "frozen", protocol=p) for p in ("strict", "gallery_fitted", "leaked"))
+    es, other = rows_of(strict, packs)
+    a, b = (split_of(c, es, other) for c in (closed, leaky))
+    assert np.array_equal(a.seen_queries, b.seen_queries) and np.array_equal(a.seen_gallery, b.seen_gallery) and np.array_equal(a.fit, a.seen_gallery)
+    assert set(b.fit) == set(a.fit) | set(a.seen_queries) == set(range(len(es))) and not set(a.fit) & set(a.seen_queries)
+    with pytest.raises(InputError, match="fit and seen_queries share"): check_split(b, es.y)
+    assert set(execute(closed, packs).query_set) == set(execute(leaky, packs).query_set) == {"seen"} and set(execute(strict, packs).query_set) == {"seen", "seen_fit_gallery"}
+
+
+def test_rank_is_of_lora_alone():
+    small, own = config_of("unseen", "cub100", "lora_triplet", rank=8), config_of("unseen", "cub100", "lora_triplet")
+    assert (small.adapter.rank, own.adapter.rank) == (8, 128) and small.adapter.scale == own.adapter.scale == 2 and small.run_id != own.run_id
+    assert config_of("unseen", "cub100", "ega", rank=8) == config_of("unseen", "cub100", "ega")
+    with pytest.raises(InputError, match="protocol must be one of"): config_of("unseen", "cub100", "ega", protocol="loose")
