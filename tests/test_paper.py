@@ -142,7 +142,7 @@ def test_same_results_same_bytes_and_nothing_stale(stored, built, tmp_path):
     assert not [f for f in left if re.search(r"unseen\.|seen\.|ranking|settings|in_distribution\.|\.pdf|\.png", f) and f != "report.pdf" and "published" not in f]
     assert left["tables/unseen_published.csv"] == first["tables/unseen_published.csv"] and left["report.pdf"] != first["report.pdf"]
     assert set(pd.read_csv(again/"tables/claims.csv")["verdict"]) == {"not tested"}
-    assert set(json.loads(left["tables/numbers.json"])["absent"]) == {"unseen", "in_distribution", "long"}
+    assert set(json.loads(left["tables/numbers.json"])["absent"]) == {"unseen", "in_distribution", "long", "speed"}
 
 def test_the_command_leaves_notebooks_and_sources_alone(tmp_path):
     sources = [*(ROOT/"nbs").glob("4*.ipynb"), ROOT/"paper/report.typ"]
@@ -194,6 +194,18 @@ def test_sparsity_claim_needs_a_negative_slope(names):
     for sign, verdict in ((-1, "held"), (1, "did not hold")):
         assert names["claim_sparsity"](t.assign(rho=np.arange(len(t)), diff=sign*np.arange(len(t))))[0] == verdict
     assert names["claim_sparsity"](t.assign(rho=np.nan))[0] == "not tested"
+
+def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
+    from ega.bench import COLUMNS
+    times = {"slow": (4., 6., 8.), "ega": (1., 2., 2.), "floor": (.5, 1., 1.)}
+    rows = [{"group": "in-batch", "contender": c, "repeat": i, "wall_s": t, "cpu_s": t, "peak_rss_mb": 1., "work": 1., "size": '{"d": 8}', "reference": "slow", "floor": "floor", "status": "ok"} for c, ts in times.items() for i, t in enumerate(ts)]
+    about = dict(cpu="c", cores=2, memory_gb=1., machine="m", ega="0", date="d")
+    pd.DataFrame(rows).reindex(columns=COLUMNS).assign(**about).to_parquet(tmp_path/"speed.parquet")
+    t, machine = names["speed_of"](tmp_path/"speed.parquet")
+    ega = t.set_index("contender").loc["ega"]
+    assert ega.speed == 4 and ega.over_floor == 2 and ega.low == 3.5 and ega.high == 4 and machine == about
+    assert names["speed_row"](ega.rename(None).to_frame().T.assign(contender="ega").iloc[0])[1:4] == ["ega", "4.00 [3.50, 4.00]", "2.00"]
+    assert names["speed_of"](tmp_path/"none.parquet") == (None, None)
 
 def test_number_formats(names):
     points, span, latex = names["points"], names["span"], names["latex"]
