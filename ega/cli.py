@@ -123,6 +123,17 @@ def _rerun(args):
     same = rows.machine.iloc[0] == machine()
     if worst > (0 if same else TOLERANCE): raise RuntimeError(f"LP@1 differs by {worst:.2f} points; expected {'equal digits on the same kind of machine' if same else f'at most {TOLERANCE:g} on another kind of machine'}")
 
+# %% ../nbs/18_cli.ipynb #transform
+def _transform(args):
+    "A file or a folder of vectors, adapted."
+    from ega.deploy import transform_file, transform_ray
+    how = {name: getattr(args, name) for name in ("column", "batch", "dtype", "compute", "normalize", "device")} | {"progress": not args.quiet and sys.stderr.isatty()}
+    if args.threads: how["threads"] = args.threads
+    if args.ray is None: done = transform_file(args.adapter, args.source, args.target, **how)
+    else: done = transform_ray(args.adapter, args.source, args.target, address=args.ray or None, **how)
+    if args.json: print(json.dumps(done._asdict() | {"path": str(done.path)}))
+    else: print(f"{done.rows} rows in {done.path}" + (f", {done.resumed_rows} of them found on disk" if done.resumed_rows else "") + f"; {done.seconds:.1f} s")
+
 # %% ../nbs/18_cli.ipynb #bench
 def _bench(args):
     "Race the groups, print the ratios, keep the rows."
@@ -154,6 +165,25 @@ def _embed_arguments(c):
     c.add_argument("--restart", action="store_true", help="begin anew: replace a pack or shards that are there")
     c.add_argument("--quiet", action="store_true", help="no progress bar")
 
+# %% ../nbs/18_cli.ipynb #transform-arguments
+def _transform_arguments(
+    c   # parser of the subcommand
+):
+    "What `ega transform` takes."
+    c.add_argument("adapter", help="a .safetensors file written by ega.adapters.save_adapter")
+    c.add_argument("source", help="a .npy or .parquet file, a pack, or a folder of them")
+    c.add_argument("target", help="what shall be made: a file of the same ending, or a folder; must not exist")
+    c.add_argument("--column", help="the column of vectors (default: code of a pack, or the only one)")
+    c.add_argument("--batch", type=int, default=1024, help="rows in a matrix product (default: 1024)")
+    c.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the target (default: float32)")
+    c.add_argument("--compute", choices=("float32", "bfloat16"), default="float32", help="bfloat16 pays where the processor multiplies it (default: float32)")
+    c.add_argument("--normalize", action="store_true", help="bring rows to norm 1 instead of refusing others")
+    c.add_argument("--threads", type=int, help="default: all cores; with --ray the cores of a task, 1")
+    c.add_argument("--device", help="default: cuda when there is one, else cpu")
+    c.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help="divide a folder among the machines of a Ray cluster (without ADDRESS: on this one)")
+    c.add_argument("--quiet", action="store_true", help="no progress bar")
+    c.add_argument("--json", action="store_true", help="the result as JSON")
+
 # %% ../nbs/18_cli.ipynb #parser
 def parser():
     "The command line of `ega`."
@@ -171,6 +201,7 @@ def parser():
     _embed_arguments(command("embed", _embed, "turn images or texts into a pack of embeddings"))
     c = command("info", _info, "show what a pack holds")
     c.add_argument("pack", help="a .parquet pack"); c.add_argument("--json", action="store_true", help="as JSON")
+    _transform_arguments(command("transform", _transform, "adapt a stored set of vectors, of any size; killed, the same command goes on"))
     c = command("bench", _bench, "time ega beside what you would otherwise use; up to 10 minutes")
     c.add_argument("--only", nargs="+", metavar="GROUP", help="race these groups (default: all; a wrong name lists them)")
     c.add_argument("--quick", action="store_true", help="tiny sizes, one process: does it run? Its ratios mean nothing")

@@ -87,6 +87,40 @@ def test_headline_holds_new_digits_against_committed_ones(root, tmp_path):
     assert "2 of 3 runs have the digits" in text and "is 1.00 points" in text and max(map(len, text.splitlines())) <= 80
 
 
+def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
+    "Interrupted, then the same command again; bad input, and an option that cannot be meant."
+    import signal
+    import torch
+    from ega.adapters import EGABlock, save_adapter, transform
+    from ega.core import normalize
+    f = EGABlock(64, hidden=1024, gen=torch.Generator().manual_seed(0)).eval()
+    with torch.no_grad(): f.branch[3].weight.add_(.1)
+    save_adapter(f, tmp_path/"f.safetensors")
+    x = normalize(np.random.default_rng(0).standard_normal((200_000, 64), dtype=np.float32))
+    np.save(tmp_path/"x.npy", x)
+    args, journal = ("transform", "f.safetensors", "x.npy", "z.npy", "--threads", "1", "--device", "cpu", "--quiet"), tmp_path/"z.npy.part.json"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", "import sys; from ega.cli import main; sys.exit(main())", *args], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (journal.exists() and json.loads(journal.read_text())["rows"]): time.sleep(.01)
+    process.send_signal(signal.SIGINT)
+    assert "same command again" in process.communicate()[1] and process.returncode == 130 and not (tmp_path/"z.npy").exists()
+    done = run(*args, "--json", cwd=tmp_path)
+    about = json.loads(done.stdout)
+    assert done.returncode == 0 and about["rows"] == 200_000 and 0 < about["resumed_rows"] < 200_000 and about["path"] == "z.npy"
+    assert np.array_equal(np.load(tmp_path/"z.npy")[64*1024:66*1024], transform(f, x[64*1024:66*1024], device="cpu"))      # at the seam and sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors", "x.npy", "z.npy"]
+
+
+def test_transform_refuses_in_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["transform", "none.safetensors", "x.npy", "z.npy"]) == 2 and "no such adapter" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    import torch
+    from ega.adapters import Linear, save_adapter
+    save_adapter(Linear(2), "f"); os.mkdir("x"); np.save("x/0.npy", np.eye(2, dtype="f4"))
+    assert cli.main(["transform", "f", "x", "z", "--ray"]) == 1 and "ega[ray]" in capsys.readouterr().err
+    assert cli.main(["transform", "f", "x", "z", "--quiet"]) == 0 and capsys.readouterr().out.startswith("2 rows in z; ") and np.array_equal(np.load("z/0.npy"), np.eye(2))
+
+
 def test_embed_turns_photographs_into_a_pack(tmp_path):
     "A folder of photographs through a tiny ONNX encoder, as a user would."
     onnx = pytest.importorskip("onnx"); pytest.importorskip("onnxruntime")
