@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['TOLERANCE', 'repository', 'headline', 'parser', 'main']
 
-# %% ../nbs/18_cli.ipynb #dad55d0a
+# %% ../nbs/18_cli.ipynb #a766db28
 import argparse, json, os, sys
 from pathlib import Path
 
 import ega
-from .core import InputError
 
 # %% ../nbs/18_cli.ipynb #info
 def _info(args):
@@ -29,6 +28,7 @@ def repository(
     start=None   # where to look from; None: here
 ):               # the folder that holds data/packs and nbs
     "The root of the repository, which `reproduce` needs. Raises `InputError` outside of one."
+    from ega.core import InputError
     here = Path(start or ".").resolve()
     for folder in (here, *here.parents):
         if (folder/"data/packs").is_dir() and (folder/"nbs").is_dir(): return folder
@@ -37,9 +37,11 @@ def repository(
 # %% ../nbs/18_cli.ipynb #reproduce
 def _reproduce(args):
     "Train a profile of the grid, render figures, tables and report, print the headline."
+    from ega.core import InputError
     from ega.runs import GRIDS, Store, run_grid
     root = repository()
     grids = {k: v for k, v in GRIDS[args.profile].items() if k in (args.only or GRIDS[args.profile])}
+    if missing := set(args.only or ()) - set(grids): raise InputError(f"the profile {args.profile} has no experiment {', '.join(sorted(missing))}; it has {', '.join(GRIDS[args.profile])}; use --profile full")
     results = root/"data/results" if args.profile == "full" else root/"build"/args.profile/"results"
     for name, grid in grids.items():
         store = Store(results, name)
@@ -88,6 +90,7 @@ def _short(benchmark): return benchmark.replace("tiny200>", ">")
 # %% ../nbs/18_cli.ipynb #embed
 def _embed(args):
     "Images or texts to a pack."
+    from ega.core import InputError
     from ega.datasets import open_dataset, open_source
     from ega.encoders import embed, load_encoder
     if (args.source is None) == (args.dataset is None): raise InputError(f"expected one thing to embed, a path or --dataset NAME, got {'both' if args.source else 'neither'}; `ega embed --help` lists them")
@@ -103,6 +106,7 @@ TOLERANCE = 1.   # points of LP@1 by which a run may differ on another kind of p
 
 def _rerun(args):
     "Train one stored run again and compare digits."
+    from ega.core import InputError
     from ega.runs import RunConfig, config_from, execute, machine, one_thread, read_results
     root = repository()
     folder = Path(args.results or root/"data/results")
@@ -185,6 +189,8 @@ def _transform_arguments(
     c.add_argument("--json", action="store_true", help="the result as JSON")
 
 # %% ../nbs/18_cli.ipynb #parser
+_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "sweeps")    # the keys of ega.runs.GRIDS, which costs a second to import
+
 def parser():
     "The command line of `ega`."
     top = argparse.ArgumentParser("ega", description=ega.__doc__.split("\n")[0])
@@ -193,7 +199,7 @@ def parser():
     def command(name, run, help): c = sub.add_parser(name, help=help, description=help); c.set_defaults(run=run); return c
     c = command("reproduce", _reproduce, "train the grid, render figures, tables and report")
     c.add_argument("--profile", choices=("quick", "full"), default="quick", help="quick: one split, one seed, into build/quick; full: recompute data/results")
-    c.add_argument("--only", nargs="+", metavar="EXPERIMENT", choices=("unseen", "in_distribution", "long"), help="train these experiments and render nothing")
+    c.add_argument("--only", nargs="+", metavar="EXPERIMENT", choices=_EXPERIMENTS, help="train these experiments and render nothing")
     c.add_argument("--workers", type=int, help="processes (default: one a core, at most 8)")
     c.add_argument("--quiet", action="store_true", help="no progress bars")
     c = command("rerun", _rerun, "train one stored run again and compare its digits")
@@ -216,6 +222,7 @@ def main(
 ):              # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted
     "Run a command; the way from here to the answer is the same for all."
     args = parser().parse_args(argv)
+    from ega.core import InputError                    # after the parsing: help needs no NumPy
     try: args.run(args)
     except InputError as error: print(f"ega: {error}", file=sys.stderr); return 2
     except KeyboardInterrupt: print("ega: interrupted; run the same command again to go on", file=sys.stderr); return 130

@@ -93,7 +93,7 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
     import torch
     from ega.adapters import EGABlock, save_adapter, transform
     from ega.core import normalize
-    f = EGABlock(64, hidden=1024, gen=torch.Generator().manual_seed(0)).eval()
+    f = EGABlock(64, hidden=4096, gen=torch.Generator().manual_seed(0)).eval()
     with torch.no_grad(): f.branch[3].weight.add_(.1)
     save_adapter(f, tmp_path/"f.safetensors")
     x = normalize(np.random.default_rng(0).standard_normal((200_000, 64), dtype=np.float32))
@@ -107,7 +107,8 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
     done = run(*args, "--json", cwd=tmp_path)
     about = json.loads(done.stdout)
     assert done.returncode == 0 and about["rows"] == 200_000 and 0 < about["resumed_rows"] < 200_000 and about["path"] == "z.npy"
-    assert np.array_equal(np.load(tmp_path/"z.npy")[64*1024:66*1024], transform(f, x[64*1024:66*1024], device="cpu"))      # at the seam and sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors", "x.npy", "z.npy"]
+    assert np.array_equal(np.load(tmp_path/"z.npy")[64*1024:66*1024], transform(f, x[64*1024:66*1024], device="cpu"))      # at the seam
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors", "x.npy", "z.npy"]
 
 
 def test_transform_refuses_in_one_sentence(tmp_path, capsys, monkeypatch):
@@ -160,3 +161,14 @@ def test_embed_takes_a_public_set_by_name(tmp_path):
     for wrong, words in ((("embed", "--encoder", "x"), "neither"), (("embed", "sets", "--dataset", "pet", "--encoder", "x"), "both"), (("embed", "--dataset", "mnist", "--encoder", "x"), "got 'mnist'")):
         failed = run(*wrong, cwd=tmp_path)
         assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_experiments_of_the_command_are_those_of_the_grids():
+    from ega.cli import _EXPERIMENTS
+    from ega.runs import GRIDS
+    assert _EXPERIMENTS == tuple(GRIDS["full"]) and set(GRIDS["quick"]) <= set(_EXPERIMENTS)
+
+
+def test_an_experiment_outside_the_profile_is_refused_by_name(capsys):
+    from ega.cli import main
+    assert main(["reproduce", "--only", "rivals"]) == 2 and "quick has no experiment rivals" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 from ega import search
 from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, pack_path, write_pack
-from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
+from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
 
 BUDGET = dict(hidden=16, epochs=2)
 
@@ -262,3 +262,12 @@ def test_rank_is_of_lora_alone():
     assert (small.adapter.rank, own.adapter.rank) == (8, 128) and small.adapter.scale == own.adapter.scale == 2 and small.run_id != own.run_id
     assert config_of("unseen", "cub100", "ega", rank=8) == config_of("unseen", "cub100", "ega")
     with pytest.raises(InputError, match="protocol must be one of"): config_of("unseen", "cub100", "ega", protocol="loose")
+
+
+def test_a_sweep_moves_one_setting_and_names_it():
+    grid = Grid("unseen", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,))
+    frozen, *moved = Sweep(grid, (("ega_block", "loss", "margin", (.05, .2)), ("lora_supcon", "adapter", "rank", (8,)))).configs()
+    assert [c.method for c in moved] == ["ega_block margin=0.05", "ega_block margin=0.2", "lora_supcon rank=8"] and frozen.method == "frozen"
+    base = config_of("unseen", "cub100", "ega_block", hidden=16, epochs=1)
+    assert replace(moved[1], method="ega_block") == base and moved[0].loss == replace(base.loss, margin=.05) and moved[2].adapter.rank == 8
+    assert len({c.run_id for c in (frozen, *moved, base)}) == 5
