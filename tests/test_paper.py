@@ -18,6 +18,8 @@ sys.path.pop(0)
 PUBLISHED = pd.read_csv(ROOT/"data/published.csv", dtype=str, keep_default_na=False)
 SIZE, CLASSES = 80, 8
 
+METHODS = runs.GRIDS["full"]["unseen"].methods
+
 def made_up_row(config, query_set):
     "A stored row with made-up outcomes; methods differ by a shift that every benchmark shares."
     m, b = list(runs.METHODS).index(config.method), list(runs.BENCHMARKS).index(config.benchmark)
@@ -42,7 +44,7 @@ def store(folder, experiment, configs, change=lambda f: f):
 def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     frames = {e: store(folder, e, list(runs.GRIDS["quick"][e].configs())) for e in ("unseen", "in_distribution")}
-    long = [runs.config_of("unseen", "cub100", m) for m, v in runs.METHODS.items() if v.loss or m == "frozen"]
+    long = list(runs.GRIDS["full"]["long"].configs())
     return folder, frames | {"long": store(folder, "long", long)}
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_our_numbers_are_the_stored_outcomes(built, stored):
     for (b, m), v in rows.items():
         assert t.loc[(b, m), "lp1"] == pytest.approx(v, abs=1e-3) and t.loc[(b, m), "diff"] == pytest.approx(v - rows[b, "frozen"], abs=1e-3)
     change = (rows - rows.xs("frozen", level=1).reindex(rows.index.get_level_values(0)).to_numpy()).unstack()
-    for m in runs.METHODS: assert t.loc[("mean", m), "diff"] == pytest.approx(change[m].mean(), abs=1e-3) and t.loc[("worst", m), "diff"] == pytest.approx(change[m].min(), abs=1e-3)
+    for m in METHODS: assert t.loc[("mean", m), "diff"] == pytest.approx(change[m].mean(), abs=1e-3) and t.loc[("worst", m), "diff"] == pytest.approx(change[m].min(), abs=1e-3)
 
 def test_results_say_where_they_come_from(built):
     numbers = json.loads((built/"tables/numbers.json").read_text())
@@ -111,7 +113,7 @@ def test_an_unfinished_grid_is_called_so(names, stored):
 
 def test_ranking_compares_trained_methods_only(built):
     t = pd.read_csv(built/"tables/ranking.csv")
-    assert set(t["method"]) == {m for m, v in runs.METHODS.items() if v.loss} and set(t["benchmark"]) == {"cub100"}
+    assert set(t["method"]) == {m for m in METHODS if runs.METHODS[m].loss} and set(t["benchmark"]) == {"cub100"}
     from scipy.stats import spearmanr
     want = spearmanr(t["diff_short"], t["diff_long"]).statistic
     assert json.loads((built/"tables/numbers.json").read_text())["rank_correlation"]["cub100"] == pytest.approx(want, abs=1e-3)
@@ -206,6 +208,15 @@ def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
     assert ega.speed == 4 and ega.over_floor == 2 and ega.low == 3.5 and ega.high == 4 and machine == about
     assert names["speed_row"](ega.rename(None).to_frame().T.assign(contender="ega").iloc[0])[1:4] == ["ega", "4.00 [3.50, 4.00]", "2.00"]
     assert names["speed_of"](tmp_path/"none.parquet") == (None, None)
+
+def test_rivals_and_margins_are_read_from_their_runs(names, tmp_path):
+    rows = store(tmp_path, "rivals", list(runs.GRIDS["full"]["rivals"].configs()))
+    t = names["rivals_of"](rows).set_index("method")
+    wide = rows[rows["query_set"] == "unseen"].pivot(index="method", columns="benchmark", values="lp1")
+    change = 100*(wide - wide.loc["frozen"])
+    assert set(t.index) == set(runs.RIVALS) and all(t.loc[m, "unseen"] == pytest.approx(change.loc[m].mean(), abs=1e-3) and t.loc[m, "worst"] == pytest.approx(change.loc[m].min(), abs=1e-3) for m in t.index)
+    made = pd.DataFrame({"method": [f"ega_block margin={v}" for v in (.1, .2, .3)] + ["ega_block hidden=8"], "query_set": "unseen", "benchmark": "cub100", "rho_final": [.1, .2, .3, .4], "lp1": [.9, .8, .7, 1.]})
+    assert names["margin_relation"](made) == {"cub100": -1.}
 
 def test_number_formats(names):
     points, span, latex = names["points"], names["span"], names["latex"]
