@@ -100,7 +100,8 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
     np.save(tmp_path/"x.npy", x)
     args, journal = ("transform", "f.safetensors", "x.npy", "z.npy", "--threads", "1", "--device", "cpu", "--quiet"), tmp_path/"z.npy.part.json"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", "import sys; from ega.cli import main; sys.exit(main())", *args], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ega.cli import main; sys.exit(main())"     # a shell's background jobs ignore ctrl-c
+    process = subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not (journal.exists() and json.loads(journal.read_text())["rows"]): time.sleep(.01)
     process.send_signal(signal.SIGINT)
     assert "same command again" in process.communicate()[1] and process.returncode == 130 and not (tmp_path/"z.npy").exists()
