@@ -189,7 +189,8 @@ def _transform_arguments(
     c.add_argument("--json", action="store_true", help="the result as JSON")
 
 # %% ../nbs/18_cli.ipynb #parser
-_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "sweeps")    # the keys of ega.runs.GRIDS, which costs a second to import
+_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "sweeps",
+                "partitions", "ablation", "backbones", "interpolation", "margins", "tuning", "tuned")    # the keys of ega.runs.GRIDS, which costs a second to import
 
 def parser():
     "The command line of `ega`."
