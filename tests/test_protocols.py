@@ -357,3 +357,19 @@ def test_rho_is_printed_in_the_unit_of_the_paper(packs):
     short = results.assign(rho_history=[history[:5]]*len(results))
     lines = as_text([epoch], short, "nowhere").splitlines()
     assert any(line.endswith(" -") and "EGA epoch 20" in line for line in lines)
+
+
+@pytest.mark.parametrize("protocol,queries", [("paper", 100), ("strict", 400)])
+def test_the_text_and_our_rule_run_through_the_same_cells(tmp_path, protocol, queries):
+    "2,000 rows of 100 classes: a quarter of the unseen ones asks, or each asks all others."
+    pack, encoder = "aircraft_train_val_test", "clip_vit_b32"
+    y = np.arange(2_000) % 100
+    write_pack(EmbeddingSet(normalize(np.random.default_rng(0).normal(size=(2_000, 4))), y, meta={"set": pack, "encoder": encoder}), pack_path(pack, encoder, tmp_path))
+    cells = [c for c in cells_of(printed, "tab:ood_summary", protocol) if c.row.dataset == "Aircraft" and c.row.method in ("CLIP", "SRL")]
+    cells = [replace(c, configs=tuple(map(trial, c.configs[:1]))) for c in cells]
+    results = pd.concat([execute(c, tmp_path, device="cpu") for c in dict.fromkeys(c for cell in cells for c in cell.configs)])
+    for cell in cells:
+        ours = compare(cell, results)
+        row = results[(results.run_id == cell.configs[0].run_id) & (results.query_set == "unseen") & (results.k == 1) & (results.nprobe == 1)].iloc[0]
+        assert ours["n"] == queries and np.isclose(ours["value"], row.ar1 if cell.row.metric == "AR" else row.lp1 if protocol == "strict" else row.lp1_ivf, atol=1e-6)
+    assert {c.adapter.kind for cell in cells for c in cell.configs} == {"identity", "ega" if protocol == "paper" else "ega_block"}
