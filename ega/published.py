@@ -68,7 +68,8 @@ def experiment_of(
 # %% ../nbs/12_published.ipynb #notrun
 _CODE = {"CLIP": "frozen", "raw": "frozen", "EGA": "ega_block", "ICon": "icon_self_included", "SRL": "nca_half_repulsion", "LoRA+InfoNCE": "lora_supcon",
          "LoRA+Triplet": "lora_triplet", "EGAMLP+InfoNCE": "supcon", "Linear probe": "probe"}
-_TEXT = _CODE | {"EGA": "ega", "ICon": "icon"}
+_ABLATED = {"w/o residual": "no_residual", "w/o zero-init": "no_zero_init", "w/o l2": "no_sphere"}
+_NAMES = {"paper": _CODE | {"EGA": "ega", "ICon": "icon"}, "released": _CODE | _ABLATED, "strict": _CODE | _ABLATED | {"w/o residual": "no_residual_drawn"}}     # D13: as it was run, the first is two points
 _VARIANT = re.compile(r"(.+?) ?(?:\(full\)|full|epoch (?P<epoch>\d+)|(?P<what>[mhr])=(?P<value>[\d.]+))?$")
 SEEDS = {"paper": [(42, s) for s in (42, 123, 456)], "strict": [(a, b) for a in (42, 0, 1, 2, 3) for b in range(5)]}    # (classes and rows; init, order, triplets)
 
@@ -83,8 +84,8 @@ def arm_of(
 ):                # (name, AdapterConfig, LossConfig or None, TrainConfig or None)
     "Adapter, loss and training of a published method."
     base, _, what, value = _VARIANT.match(method).groups()
-    if base not in _CODE: raise _NotRun(f"{method}: a variant of the block that no setting names yet")
-    e, released, name = EXPERIMENTS[experiment], protocol == "released", (_TEXT if protocol == "paper" else _CODE)[base]
+    if base not in _NAMES[protocol]: raise _NotRun(f"{method}: the adapter of the text has no version without this part")
+    e, released, name = EXPERIMENTS[experiment], protocol == "released", _NAMES[protocol][base]
     m, value = METHODS[name], float(value or 0)
     adapter, loss = m.adapter, m.loss
     if protocol == "paper" and adapter.kind == "ega_block": adapter = replace(adapter, kind="ega")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,8 @@ from test_runs import make_packs
 from ega import cli
 from ega.core import InputError
 from ega.runs import Store, config_of, execute
+
+HERE = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +178,10 @@ def test_options_of_a_protocol_need_one(root, monkeypatch, capsys, args):
     monkeypatch.chdir(root)
     assert cli.main(["reproduce", *args]) == 2 and f"{args[0]} belongs to --protocol" in capsys.readouterr().err
     with pytest.raises(SystemExit): cli.main(["reproduce", "--profile", "full", "--protocol", "paper"])
+
+
+@pytest.mark.parametrize("experiment, rows", [("index", 64), ("margins", 1)])
+def test_rerun_takes_runs_of_every_task(experiment, rows, monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    runs = pd.read_parquet(HERE/f"data/results/{experiment}.parquet", columns=["run_id", "method", "benchmark"]).query("method == 'frozen' and benchmark == 'grocery'")
+    assert cli.main(["rerun", runs.run_id.iloc[0]]) == 0 and f"{rows} of {rows} rows equal" in capsys.readouterr().out
