@@ -218,6 +218,28 @@ def test_rivals_and_margins_are_read_from_their_runs(names, tmp_path):
     made = pd.DataFrame({"method": [f"ega_block margin={v}" for v in (.1, .2, .3)] + ["ega_block hidden=8"], "query_set": "unseen", "benchmark": "cub100", "rho_final": [.1, .2, .3, .4], "lp1": [.9, .8, .7, 1.]})
     assert names["margin_relation"](made) == {"cub100": -1.}
 
+def test_budgets_read_the_chosen_mixture(names, stored):
+    grid = stored[1]["unseen"]
+    two = grid[grid["benchmark"].isin(["cub100", "clinc150"])]
+    whole = two[two["method"] == "wccn"].assign(method="wccn shrinkage=0.3", alpha=1.)
+    half = whole.assign(alpha=.5, hit=[0*h for h in whole["hit"]], lp1=0.)
+    tuned = pd.concat([two[two["method"] == "frozen"].assign(alpha=0.), whole, half])
+    chosen = pd.DataFrame({"benchmark": ["cub100", "clinc150"], "method": "wccn shrinkage=0.3", "alpha": 1.})
+    one, = names["budgets"](tuned, chosen, grid).itertuples()
+    assert one.method == "wccn" and one.unseen == pytest.approx(one.unseen_once) and one.seen == pytest.approx(one.seen_once) and one.unseen_low <= one.unseen <= one.unseen_high
+    other, = names["budgets"](tuned, chosen.assign(alpha=.5), grid).itertuples()
+    assert other.unseen < other.unseen_once - 1
+
+def test_the_nine_tables_hold_the_paper_as_printed_and_ours_as_stored(built, names):
+    for name in names["COUNTERPARTS"]:
+        csv = pd.read_csv(built/f"tables/{name}.csv", dtype=str, keep_default_na=False)
+        want = PUBLISHED[(PUBLISHED["artefact"] == f"tab:{name}") & PUBLISHED["metric"].isin(["LP", "AR", "rho (percent)", "Recall (printed); is LP"]) & PUBLISHED["K"].isin(["1", ""])]
+        assert sorted(v for c in ("LP", "AR", "rho_printed") for v in csv[c] if v) == sorted(want["value"])
+    infonce = pd.read_csv(built/"tables/ega_infonce.csv").set_index(["benchmark", "method"])
+    ours = pd.read_csv(built/"tables/unseen.csv").set_index(["benchmark", "method"])
+    assert infonce.loc[("cub100", "EGAMLP+InfoNCE"), "lp1"] == pytest.approx(ours.loc[("cub100", "supcon"), "lp1"], abs=1e-3)
+    assert pd.read_csv(built/"tables/lora_rank.csv").query("method == 'LoRA+Triplet r=64'").lp1.isna().all()       # no sweep is stored: a dash, not a number
+
 def test_number_formats(names):
     points, span, latex = names["points"], names["span"], names["latex"]
     assert [points(v, True) for v in (1.26, -.04, .04, np.nan, -12.35)] == ["+1.3", "0.0", "0.0", "–", "−12.3"]    # -12.35 is just above in binary
