@@ -243,7 +243,7 @@ def _fit_arguments(
     c.add_argument("--quiet", action="store_true", help="no progress bar")
 
 # %% ../nbs/18_cli.ipynb #parser
-_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "recipe", "ablation", "sweeps")    # the keys of ega.runs.GRIDS, which costs a second to import
+_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "recipe", "ingredients", "sweeps")    # the keys of ega.runs.GRIDS, which costs a second to import
 
 def parser():
     "The command line of `ega`."

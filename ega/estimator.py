@@ -204,6 +204,20 @@ def _hub_class(kind):
             return cls(kind.load(hub.snapshot_download(model_id, allow_patterns=["adapter.*"], **how)))
     return Carrier
 
+# %% ../nbs/14_estimator.ipynb #chosen
+def _chosen(e, x, y):
+    "What an EGA shall train."
+    if e.budget is None:
+        if e.method == "auto": raise InputError("method 'auto' needs a budget; name a method to train without asking")
+        return Selection(e.method, 1., "trained without asking", pd.DataFrame(), None, e.confidence, len(e.classes_), candidate_of(e.method, seed=e.seed).config)
+    names = e.candidates if e.method == "auto" else (e.method,)
+    return select(x, y, names, budget=e.budget, confidence=e.confidence, alphas=e.alphas, folds=e.folds, seed=e.seed, device=e.device, progress=e.progress)
+
+def _made(e, x, y):
+    "The chosen adapter of an EGA, on all labelled rows."
+    adapter = fit_adapter(e.selection_.config, x, y, device=e.device)
+    return adapter if e.selection_.alpha == 1 else scaled(adapter, e.selection_.alpha)
+
 # %% ../nbs/14_estimator.ipynb #ega
 class EGA(ClassNamePrefixFeaturesOutMixin, _Files, TransformerMixin, BaseEstimator):
     "Adapt embeddings to labels without breaking the classes that have none."
@@ -227,26 +241,11 @@ class EGA(ClassNamePrefixFeaturesOutMixin, _Files, TransformerMixin, BaseEstimat
         x = unit_rows(X)
         labels, self.classes_ = labels_of(y, len(x))
         self.n_features_in_ = self._n_features_out = x.shape[1]
-        self.selection_ = self._select(x, labels)
+        self.selection_ = _chosen(self, x, labels)
         self.frozen_ = self.selection_.frozen
-        known = labels >= 0
-        self.adapter_ = Linear(x.shape[1]).eval() if self.frozen_ else self._trained(x[known], labels[known])
+        self.adapter_ = Linear(x.shape[1]).eval() if self.frozen_ else _made(self, x[labels >= 0], labels[labels >= 0])
         self.fingerprint_, self.data_fingerprint_ = adapter_fingerprint(self.adapter_), fingerprint(x, labels)
         return self
-
-    def _select(self, x, y):
-        "What to train."
-        if self.budget is None:
-            if self.method == "auto": raise InputError("method 'auto' needs a budget; name a method to train without asking")
-            return Selection(self.method, 1., "trained without asking", pd.DataFrame(), None, self.confidence, len(self.classes_), candidate_of(self.method, seed=self.seed).config)
-        names = self.candidates if self.method == "auto" else (self.method,)
-        return select(x, y, names, budget=self.budget, confidence=self.confidence, alphas=self.alphas, folds=self.folds, seed=self.seed, device=self.device, progress=self.progress)
-
-    def _trained(self, x, y):
-        "The chosen adapter, on all labelled rows."
-        s = self.selection_
-        adapter = fit_adapter(s.config, x, y, device=self.device)
-        return adapter if s.alpha == 1 else scaled(adapter, s.alpha)
 
     def transform(self, X):   # (n, d) rows -> (n, d) unit rows in the same kind of container
         "Adapted rows."

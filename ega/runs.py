@@ -77,7 +77,7 @@ def config_from(
     parts = {"adapter": AdapterConfig, "loss": LossConfig, "train": TrainConfig} if kind is RunConfig else {}
     return kind(**{k: config_from(parts[k], v) if k in parts and v is not None else v for k, v in values.items()})
 
-# %% ../nbs/11_runs.ipynb #bfabaa77
+# %% ../nbs/11_runs.ipynb #46be833f
 Method = namedtuple("Method", "adapter loss lr decay", defaults=(AdapterConfig(), None, 1e-4, 1e-4))
 
 _block = AdapterConfig("ega_block", hidden=2048)
@@ -109,7 +109,7 @@ RIVALS = {
     "linear_proxy_anchor": Method(AdapterConfig("linear"), LossConfig("proxy_anchor", margin=.1, tau=1/32), 3e-4),
 }
 RECIPES = {
-    "recipe": Method(_white, LossConfig("supcon", tau=.05, lam=1.), 1e-3),
+    "recipe": Method(_white, LossConfig("supcon", tau=.05, lam=1.), 5e-4),
     "recipe_block": Method(replace(_white, kind="ega_block", hidden=2048), LossConfig("supcon", tau=.05, lam=1.), 1e-4),
 }
 METHODS = _main | RIVALS | RECIPES
@@ -527,7 +527,7 @@ def config_of(
     train = TrainConfig(epochs=epochs, lr=m.lr, weight_decay=m.decay) if m.loss else None
     return RunConfig(task, benchmark, method, adapter, m.loss, train, protocol, split_seed, seed)
 
-# %% ../nbs/11_runs.ipynb #fa380db0
+# %% ../nbs/11_runs.ipynb #612a1893
 _trained = tuple(k for k in _main if METHODS[k].loss)
 _moves = (("ega_block", "loss", "margin", (.02, .05, .1, .2, .3, .5)), ("supcon_preserve", "loss", "lam", (.1, .3, 1., 3., 10., 30., 100.)),
           ("ega_block", "adapter", "hidden", (256, 1024, 4096)), ("lora_supcon", "adapter", "rank", (8, 64, 256)))
@@ -546,7 +546,7 @@ GRIDS = {
         "rivals": Grid("unseen", tuple(BENCHMARKS), methods=("frozen", *RIVALS), splits=(42,), seeds=(0,)),
         "index": Grid("index", tuple(BENCHMARKS), splits=(42,), seeds=(0,)),
         "recipe": Grid("unseen", tuple(BENCHMARKS), methods=("frozen", "recipe"), epochs=8, splits=tuple(range(20)), seeds=(0,)),
-        "ablation": Sweep(Grid("unseen", ("cub100", "tiny200", "clinc150"), epochs=8, splits=(42,), seeds=(0,)), _ingredients),
+        "ingredients": Sweep(Grid("unseen", ("cub100", "tiny200", "clinc150"), epochs=8, splits=(42,), seeds=(0,)), _ingredients),
         "sweeps": Sweep(Grid("unseen", ("cub100", "tiny200", "clinc150"), splits=(42,), seeds=(0,)), _moves),
     },
     "quick": {
