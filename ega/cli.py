@@ -38,10 +38,13 @@ def repository(
 def _reproduce(args):
     "Train a profile of the grid, render figures, tables and report, print the headline."
     from ega.core import InputError
+    if args.protocol: return _published(args)
+    if alien := next((f"--{o}" for o in ("packs", "epochs", "plan") if getattr(args, o) not in (None, False)), None): raise InputError(f"{alien} belongs to --protocol, which is not given; name paper, released or strict")
     from ega.runs import GRIDS, Store, run_grid
     root = repository()
     grids = {k: v for k, v in GRIDS[args.profile].items() if k in (args.only or GRIDS[args.profile])}
-    if missing := set(args.only or ()) - set(grids): raise InputError(f"the profile {args.profile} has no experiment {', '.join(sorted(missing))}; it has {', '.join(GRIDS[args.profile])}; use --profile full")
+    if missing := set(args.only or ()) - set(grids):
+        raise InputError(f"the profile {args.profile} has no experiment {', '.join(sorted(missing))}; it has {', '.join(GRIDS[args.profile])}; use --profile full, or --protocol for a table of the paper")
     results = root/"data/results" if args.profile == "full" else root/"build"/args.profile/"results"
     for name, grid in grids.items():
         store = Store(results, name)
@@ -53,6 +56,22 @@ def _reproduce(args):
     _render(root, results, target)
     print(headline(results, root/"data/results"))
     print(f"\nReport: {(target/'report.pdf').relative_to(root)}   figures and tables beside it")
+
+# %% ../nbs/18_cli.ipynb #published
+def _published(args):
+    "Tables and figures of the paper under a protocol: what is missing, what can be run, published beside ours."
+    from ega.published import artefacts, as_text, cells_of, overview, read_published, run_cells
+    from ega.runs import Store
+    root = repository()
+    packs, store, printed = Path(args.packs or root/"build/packs"), Store(root/"build/paper", args.protocol), read_published(root/"data/published.csv")
+    if not args.only: print(overview(printed, args.protocol, packs, own=bool(args.packs)), "\nName tables or figures with --only to run what can be run."); return
+    tables = {a: cells_of(printed, a, args.protocol, epochs=args.epochs) for a in args.only}              # all names are known before anything runs
+    for artefact, cells in tables.items():
+        new = 0 if args.plan else run_cells(cells, store, packs, workers=args.workers, progress=not args.quiet)
+        results = store.read() if store.ids() else None
+        print(f"{artefact}, protocol {args.protocol}" + ("" if args.epochs is None else f", a trial (--epochs {args.epochs})") + f": {new} runs made now\n")
+        print(as_text(cells, results, packs, own=bool(args.packs)) + "\n")
+    if store.ids(): print(f"Rows and their configurations: {store.path.relative_to(root)}")
 
 # %% ../nbs/18_cli.ipynb #render
 def _render(root, results, target):
@@ -119,9 +138,9 @@ def _rerun(args):
     config = json.loads(rows.config.iloc[0])
     print(f"{path.stem} {rows.run_id.iloc[0]}, ega {rows.version.iloc[0]} on {rows.machine.iloc[0]}\n{json.dumps(config)}")
     one_thread()
-    again = execute(config_from(RunConfig, config), root/"data/packs", device="cpu").set_index("query_set")
+    again = execute(config_from(RunConfig, config), Path(args.packs or root/"data/packs"), device="cpu").drop_duplicates("query_set").set_index("query_set")
     worst = 0.
-    for r in rows.set_index("query_set").itertuples():
+    for r in rows.sort_values(["k", "nprobe"]).drop_duplicates("query_set").set_index("query_set").itertuples():      # one setting of the search says enough
         worst = max(worst, 100*abs(again.lp1[r.Index] - r.lp1))
         print(f"{r.Index:17s} n {r.n:6d}   LP@1 stored {r.lp1:.6f}  now {again.lp1[r.Index]:.6f}   first neighbours changed {(again.neighbour[r.Index] != r.neighbour).sum()}")
     same = rows.machine.iloc[0] == machine()
@@ -243,8 +262,6 @@ def _fit_arguments(
     c.add_argument("--quiet", action="store_true", help="no progress bar")
 
 # %% ../nbs/18_cli.ipynb #parser
-_EXPERIMENTS = ("unseen", "in_distribution", "long", "leak_closed", "leak_open", "lora_rank8", "rivals", "index", "recipe", "ingredients", "sweeps")    # the keys of ega.runs.GRIDS, which costs a second to import
-
 def parser():
     "The command line of `ega`."
     top = argparse.ArgumentParser("ega", description=ega.__doc__.split("\n")[0])
@@ -252,12 +269,18 @@ def parser():
     sub = top.add_subparsers(required=True, metavar="COMMAND")
     def command(name, run, help): c = sub.add_parser(name, help=help, description=help); c.set_defaults(run=run); return c
     c = command("reproduce", _reproduce, "train the grid, render figures, tables and report")
-    c.add_argument("--profile", choices=("quick", "full"), default="quick", help="quick: one split, one seed, into build/quick; full: recompute data/results")
-    c.add_argument("--only", nargs="+", metavar="EXPERIMENT", choices=_EXPERIMENTS, help="train these experiments and render nothing")
+    what = c.add_mutually_exclusive_group()
+    what.add_argument("--profile", choices=("quick", "full"), default="quick", help="quick: one split, one seed, into build/quick; full: recompute data/results")
+    what.add_argument("--protocol", choices=("paper", "released", "strict"), help="instead: the paper's own tables as its text says, as its code ran, or by our rule; without --only an overview")
+    c.add_argument("--only", nargs="+", metavar="NAME", help="these experiments, rendering nothing; with --protocol these tables or figures, such as tab:ood_summary (a wrong name lists them)")
+    c.add_argument("--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)")
+    c.add_argument("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
+    c.add_argument("--plan", action="store_true", help="with --protocol: say what is missing, run nothing")
     c.add_argument("--workers", type=int, help="processes (default: one a core, at most 8)")
     c.add_argument("--quiet", action="store_true", help="no progress bars")
     c = command("rerun", _rerun, "train one stored run again and compare its digits")
     c.add_argument("run_id", help="the id of a run, or its first digits"); c.add_argument("--results", help="folder of results (default: data/results)")
+    c.add_argument("--packs", metavar="FOLDER", help="packs of the run (default: data/packs)")
     _embed_arguments(command("embed", _embed, "turn images or texts into a pack of embeddings"))
     _fit_arguments(command("fit", _fit, "choose and train an adapter on rows and labels, without any unseen class"))
     c = command("evaluate", _evaluate, "LP@1 of an adapter against the frozen rows, classes it knows apart from the others")

@@ -42,13 +42,16 @@ def whole_set_numbers(
 def place_whole_set(
     index,    # ClassIndex of all rows, at least 2 classes
     anchors,  # (B,) int64 rows
-    u         # (3, B) numbers in [0, 1) from whole_set_numbers
-):            # Triplets of row numbers, (B,) each; (B,) bool, False where an anchor is alone in its class
-    "Triplets from the whole set, p != a, negatives uniform over classes, then rows (method.md section 4)."
+    u,        # (3, B) numbers in [0, 1) from whole_set_numbers
+    *,
+    self_positive=False   # may an anchor be its own positive? The released code lets it
+):            # Triplets of row numbers, (B,) each; (B,) bool, False where an anchor has no positive
+    "Triplets from the whole set, negatives uniform over classes, then rows (method.md section 4)."
     own = index.member[anchors]                                        # (B,) class positions
-    lone, others = index.count[own] < 2, len(index.count) - 1
-    place = (u[0]*(index.count[own] - 1)).long()
-    place = place + ((place >= index.place[anchors]) & ~lone).long()   # step over the anchor
+    spared, others = 0 if self_positive else 1, len(index.count) - 1   # own rows kept from it; classes of negatives
+    lone = index.count[own] <= spared
+    place = (u[0]*(index.count[own] - spared)).long()
+    if spared: place = place + ((place >= index.place[anchors]) & ~lone).long()   # step over the anchor
     other = (u[1]*others).long()
     other = other + (other >= own).long()                              # step over the own class
     n = index.order[index.start[other] + (u[2]*index.count[other]).long()]

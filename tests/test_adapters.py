@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ega.adapters import (EGA, EGABlock, GatedBlock, LoRA, Linear, adapter_fingerprint, interpolate, l2, load_adapter, parameter_count, save_adapter,
+from ega.adapters import (EGA, Ablation, EGABlock, GatedBlock, LoRA, Linear, adapter_fingerprint, interpolate, l2, load_adapter, parameter_count, save_adapter,
                           transform)
 from ega.core import InputError, normalize, on_circle, streams, torch_generator
 
@@ -421,3 +421,30 @@ def test_load_refuses_other_files(tmp_path):
 def test_load_never_unpickles(tmp_path):
     torch.save(make("LoRA", 18), tmp_path/"f")
     with pytest.raises(InputError, match="cannot be read"): load_adapter(tmp_path/"f")
+
+
+def test_an_ablation_without_nothing_is_the_block():
+    gen = lambda: torch.Generator().manual_seed(5)
+    a, b, x = Ablation(9, hidden=6, gen=gen()), EGABlock(9, hidden=6, gen=gen()), rows(4, 9)
+    assert torch.equal(trained(a)(x), trained(b)(x))
+    with pytest.raises(InputError, match="without must name residual, zero_init or sphere, got \\['l2'\\]"): Ablation(9, without=("l2",), gen=gen())
+
+
+def test_each_part_of_an_ablation_is_missing():
+    x = rows(20, 9)
+    def make(*without): return Ablation(9, hidden=6, without=without, gen=torch.Generator().manual_seed(5))
+    assert torch.equal(make("residual")(x), torch.zeros_like(x))                                   # all rows start at 0
+    drawn, free = make("residual", "zero_init"), trained(make("sphere"))
+    assert torch.allclose(drawn(x), l2(drawn.branch(x))) and (drawn(x) - x).norm(dim=1).min() > .1
+    assert torch.allclose(free(x), x + free.branch(x)) and (free(x).norm(dim=1) - 1).abs().max() > 1e-3
+    assert (make("zero_init")(x) - x).norm(dim=1).min() > 1e-2
+
+
+def test_the_released_ablation_ends_in_two_points():
+    from ega.losses import triplet
+    torch.manual_seed(0)
+    x, f = rows(60, 8), Ablation(8, hidden=16, without=("residual",), gen=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(f.parameters(), lr=1e-2)
+    for _ in range(20): optimizer.zero_grad(); triplet(f(x[:20]), f(x[20:40]), f(x[40:])).backward(); optimizer.step()
+    z = f.eval()(x).detach()
+    assert torch.allclose(z.abs(), torch.full_like(z, 8**-.5), atol=1e-4) and (z.std(1) < 1e-4).all()

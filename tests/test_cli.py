@@ -164,12 +164,14 @@ def test_embed_takes_a_public_set_by_name(tmp_path):
         assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr
 
 
-def test_the_experiments_of_the_command_are_those_of_the_grids():
-    from ega.cli import _EXPERIMENTS
-    from ega.runs import GRIDS
-    assert _EXPERIMENTS == tuple(GRIDS["full"]) and set(GRIDS["quick"]) <= set(_EXPERIMENTS)
+def test_an_experiment_outside_the_profile_is_refused_by_name(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    assert cli.main(["reproduce", "--only", "rivals"]) == 2 and "quick has no experiment rivals" in capsys.readouterr().err
+    assert cli.main(["reproduce", "--profile", "full", "--only", "nothing"]) == 2 and "it has unseen, in_distribution" in capsys.readouterr().err
 
 
-def test_an_experiment_outside_the_profile_is_refused_by_name(capsys):
-    from ega.cli import main
-    assert main(["reproduce", "--only", "rivals"]) == 2 and "quick has no experiment rivals" in capsys.readouterr().err
+@pytest.mark.parametrize("args", [("--epochs", "3"), ("--plan",), ("--packs", "x")])
+def test_options_of_a_protocol_need_one(root, monkeypatch, capsys, args):
+    monkeypatch.chdir(root)
+    assert cli.main(["reproduce", *args]) == 2 and f"{args[0]} belongs to --protocol" in capsys.readouterr().err
+    with pytest.raises(SystemExit): cli.main(["reproduce", "--profile", "full", "--protocol", "paper"])

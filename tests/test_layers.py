@@ -10,16 +10,16 @@ LAYERS = [
     {"core"},
     {"data", "datasets", "adapters", "losses", "search", "plots"},
     {"sparsity", "metrics", "closed_form", "encoders"},
-    {"comparison"},
+    {"comparison", "protocols"},
     {"training", "theory"},
     {"runs", "selection"},
-    {"estimator", "deploy", "monitor"},
+    {"estimator", "deploy", "monitor", "published"},
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "closed_form", "plots", "bench"]
+WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "plots", "bench"]
 
 
 def imported(

@@ -3,17 +3,23 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ega.cli import TOLERANCE
-from ega.runs import GRIDS, SETTINGS, RunConfig, check_comparable, config_from, execute, machine, one_thread, read_results, rows_of
+from ega.runs import ALPHAS, GRIDS, SETTINGS, RunConfig, check_comparable, choose, config_from, execute, machine, one_thread, read_results, rows_of
 
 root = Path(__file__).resolve().parent.parent
+CURVES = ("interpolation", "margins", "tuning", "tuned")
 CHEAP = [("grocery", "lora_triplet"), ("grocery", "ega_block"), ("cub100", "wccn"), ("grocery", "white_linear")]
 
 
-@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e != "index"])
+@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e != "index" and e not in CURVES])
 def experiment(request): return request.param, read_results(root/"data/results", request.param)
+
+
+@pytest.fixture(scope="module", params=CURVES)
+def curves(request): return request.param, read_results(root/"data/results", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,29 @@ def test_a_setting_comes_back_with_its_digits(settings):
     was = settings.query("benchmark == 'cub100' and method == 'wccn'").set_index(["nlist", "nprobe", "k"]).sort_index()
     now = execute(config_from(RunConfig, json.loads(was.config.iloc[0])), root/"data/packs", device="cpu").set_index(["nlist", "nprobe", "k"]).sort_index()
     assert np.allclose(now[["lp", "ar", "scanned"]], was[["lp", "ar", "scanned"]], atol=1e-6 if was.machine.iloc[0] == machine() else 1e-2)
+
+
+def test_curves_are_complete_and_whole(curves):
+    name, rows = curves
+    wanted = {c.run_id: c for c in GRIDS["full"][name].configs()}
+    assert set(rows.run_id) == set(wanted) and all(config_from(RunConfig, json.loads(c)) == wanted[i] for i, c in zip(rows.run_id, rows.config))
+    for (i, _), g in rows.groupby(["run_id", "query_set"]): assert tuple(g.alpha) == ((0.,) if wanted[i].method == "frozen" else ALPHAS[1:])
+    for r in rows.itertuples(): assert len(r.query) == len(r.hit) == r.n and np.isclose(np.mean(r.hit), r.lp1, atol=1e-6) and np.isclose(r.within.sum(), 1)
+    for r in rows.drop_duplicates("packs").itertuples(): named(r)
+
+
+def test_the_end_of_a_curve_is_the_stored_run():
+    columns = ["run_id", "benchmark", "method", "split_seed", "seed", "query_set", "hit"]
+    runs = read_results(root/"data/results", "rivals", columns).set_index(["benchmark", "method", "query_set"]).hit
+    ends = read_results(root/"data/results", "interpolation", [*columns, "alpha"]).query("alpha == 1 or alpha == 0").set_index(["benchmark", "method", "query_set"]).hit
+    both = ends.index.intersection(runs.index)
+    assert len(both) == 2*3*8 and all(np.array_equal(ends[k], runs[k]) for k in both)
+
+
+def test_settings_were_chosen_where_they_should_be():
+    chosen = pd.read_csv(root/"data/tuned.csv")
+    again = choose(read_results(root/"data/results", "tuning", ["protocol", "benchmark", "method", "alpha", "query_set", "lp1"]))
+    assert chosen[["benchmark", "method", "alpha"]].equals(again[["benchmark", "method", "alpha"]])
 
 
 def test_the_committed_grid_is_complete_and_nothing_else(experiment):

@@ -15,7 +15,7 @@ import pytest
 from ega import search
 from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, pack_path, write_pack
-from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
+from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
 
 BUDGET = dict(hidden=16, epochs=2)
 
@@ -266,8 +266,61 @@ def test_rank_is_of_lora_alone():
 
 def test_a_sweep_moves_one_setting_and_names_it():
     grid = Grid("unseen", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,))
-    frozen, *moved = Sweep(grid, (("ega_block", "loss", "margin", (.05, .2)), ("lora_supcon", "adapter", "rank", (8,)))).configs()
+    frozen, *moved = Sweep(grid, (("ega_block", {"margin": (.05, .2)}), ("lora_supcon", {"rank": (8,)}))).configs()
     assert [c.method for c in moved] == ["ega_block margin=0.05", "ega_block margin=0.2", "lora_supcon rank=8"] and frozen.method == "frozen"
     base = config_of("unseen", "cub100", "ega_block", hidden=16, epochs=1)
     assert replace(moved[1], method="ega_block") == base and moved[0].loss == replace(base.loss, margin=.05) and moved[2].adapter.rank == 8
     assert len({c.run_id for c in (frozen, *moved, base)}) == 5
+
+
+def test_a_sweep_of_two_dials_goes_through_all_pairs_and_names_read_back():
+    grid = Grid("curve", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,), protocol="held_out")
+    _, *moved = Sweep(grid, (("supcon", {"tau": (.05, .1), "lr": (1e-4, 3e-4)}),)).configs()
+    assert [(c.loss.tau, c.train.lr) for c in moved] == [(.05, 1e-4), (.05, 3e-4), (.1, 1e-4), (.1, 3e-4)]
+    assert all(config_of("curve", "cub100", c.method, hidden=16, epochs=1, protocol="held_out") == c for c in moved)
+    with pytest.raises(InputError, match="no setting 'margin'"): config_of("unseen", "cub100", "supcon margin=0.1")
+
+
+@pytest.mark.parametrize("benchmark", ["cub100", "grocery", "tiny200>cifar10"])
+def test_held_out_classes_are_seen_ones(benchmark, packs):
+    true, held = (config_of("unseen", benchmark, "frozen", protocol=p) for p in ("strict", "held_out"))
+    es, other = rows_of(held, packs)
+    a, b = split_of(true, *rows_of(true, packs)), split_of(held, es, other)
+    known = set(es.y[a.fit])
+    assert other is es and not set(es.y[b.fit]) & set(es.y[b.unseen_queries]) and set(es.y[b.fit]) | set(es.y[b.unseen_queries]) == known
+    assert abs(len(set(es.y[b.fit])) - .8*len(known)) < 1
+    if benchmark != "tiny200>cifar10": assert not known & set(es.y[a.unseen_queries])
+
+
+def test_a_curve_ends_where_the_run_does(packs):
+    for method in ("wccn", "lda"):
+        run = execute(config_of("unseen", "grocery", method), packs).set_index("query_set")
+        curve = execute(config_of("curve", "grocery", method), packs).set_index(["query_set", "alpha"]).sort_index()
+        frozen = execute(config_of("unseen", "grocery", "frozen"), packs).set_index("query_set")
+        for q in ("seen", "unseen"):
+            assert np.array_equal(curve.loc[(q, 1.)].hit, run.hit[q]) and np.array_equal(curve.loc[(q, 1.)]["query"], run["query"][q])
+            assert np.isclose(curve.loc[(q, .5)].within.sum(), 1) and np.isclose(curve.loc[(q, .5)]["between"].sum(), 1)
+    zero = execute(config_of("curve", "grocery", "frozen"), packs).set_index("query_set")
+    assert (zero.alpha == 0).all() and all(np.array_equal(zero.hit[q], frozen.hit[q]) for q in ("seen", "unseen"))
+
+
+def test_mixing_similarities_is_what_stacking_does():
+    from ega.runs import _between
+    rng = np.random.default_rng(0)
+    x, z = (v/np.linalg.norm(v, axis=1, keepdims=True) for v in (rng.normal(size=(7, 5)), rng.normal(size=(7, 3))))
+    e = _between(x, z, .3)
+    assert e.shape == (7, 8) and np.allclose(e @ e.T, .7*x @ x.T + .3*z @ z.T, atol=1e-6)
+
+
+def test_the_choice_is_the_best_of_the_held_out_classes():
+    def row(method, alpha, seen, unseen, protocol="held_out"): return [dict(benchmark="cub100", method=method, alpha=alpha, query_set=q, lp1=v, protocol=protocol) for q, v in (("seen", seen), ("unseen", unseen))]
+    rows = row("frozen", 0., .5, .99) + row("supcon tau=0.1", .5, .6, .8) + row("supcon tau=0.1", 1., .9, .7) + row("supcon tau=0.05", .5, .7, .8) + row("wccn shrinkage=0.3", 1., .1, .2)
+    chosen = choose(pd.DataFrame(rows))
+    assert chosen[["method", "alpha"]].values.tolist() == [["wccn shrinkage=0.3", 1.], ["supcon tau=0.05", .5]] and np.allclose(chosen.unseen, [20, 80])
+    with pytest.raises(InputError, match="under the protocol held_out, got strict"): choose(pd.DataFrame(row("frozen", 0., .5, .5, "strict")))
+
+
+def test_asking_for_few_columns_loses_no_row(tmp_path):
+    rows = pd.DataFrame({"run_id": ["a", "a", "b", "b"], "query_set": ["seen", "unseen"]*2, "lp1": [.5]*4})
+    Store(tmp_path, "x").write(rows)
+    assert len(Store(tmp_path, "x").read(["lp1"])) == 4 and list(Store(tmp_path, "x").read(["lp1"])) == ["lp1"]

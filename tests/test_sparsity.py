@@ -6,7 +6,7 @@ from scipy.stats import binomtest
 
 from ega.core import InputError
 from ega.losses import triplet
-from ega.sparsity import active_ratio, class_index, in_batch_triplets, rho_of, whole_set_triplets
+from ega.sparsity import active_ratio, class_index, in_batch_triplets, place_whole_set, rho_of, whole_set_numbers, whole_set_triplets
 
 
 def gen(seed=0): return torch.Generator().manual_seed(seed)
@@ -46,6 +46,19 @@ def test_anchors_without_a_partner_are_left_out():
     assert 2 not in in_batch_triplets(y, gen=gen()).a
     assert len(in_batch_triplets(torch.zeros(4).long(), gen=gen()).a) == 0       # one class: no negative
     assert len(in_batch_triplets(torch.arange(4), gen=gen()).a) == 0             # all distinct: no positive
+
+
+def test_an_anchor_may_be_its_own_positive_when_asked():
+    "As in the released code: uniform over its class, itself among them; a row alone in its class is then its own positive."
+    y = torch.tensor([0]*4 + [1]*10 + [2])
+    index, g, own = class_index(y), gen(), torch.zeros(20_000, dtype=torch.long)
+    t, legal = place_whole_set(index, own, whole_set_numbers(len(own), g), self_positive=True)
+    share = torch.bincount(t.p, minlength=15).double()[:4]/len(own)
+    assert legal.all() and (abs(share - .25) < 4*(.25*.75/len(own))**.5).all() and (y[t.n] != 0).all()
+    lone = torch.tensor([14])
+    for allowed in (False, True):
+        t, legal = place_whole_set(index, lone, whole_set_numbers(1, g), self_positive=allowed)
+        assert bool(legal) == allowed and (not allowed or t.p == lone)
 
 
 def test_one_class_is_refused():

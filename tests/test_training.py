@@ -36,10 +36,11 @@ def objectives(y): return {"in_batch": in_batch(.2), "whole_set": whole_set(.2, 
                            "preserve": preserving(in_batch(.2), 1.)}
 
 
-def test_the_loop_is_adamw_with_a_cosine_schedule_by_hand():
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_the_loop_is_adamw_with_its_schedule_by_hand(kind):
     "A plain loop with torch's scheduler and the same generators gives the same weights."
     x, y = data()
-    config, s = TrainConfig(epochs=4, batch=64, lr=1e-3), streams(1)
+    config, s = TrainConfig(epochs=4, batch=64, lr=1e-3, schedule=kind), streams(1)
     ours, _ = fit(dense(supcon), x, y, seed=1, config=config)
     theirs = EGABlock(20, hidden=16, gen=torch_generator(s.init))
     order = torch_generator(s.order)
@@ -50,7 +51,7 @@ def test_the_loop_is_adamw_with_a_cosine_schedule_by_hand():
         for rows in torch.randperm(150, generator=order).split(64):
             loss = supcon(theirs(tx[rows]), ty[rows])
             opt.zero_grad(); loss.backward(); opt.step()
-        schedule.step()
+        if kind == "cosine": schedule.step()
     for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()): assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -151,6 +152,7 @@ def test_bad_input_is_refused_before_the_first_step():
         with pytest.raises(InputError, match=words): fit(dense(supcon), **({"x": x, "y": y} | change))
     with pytest.raises(InputError, match="epochs must be >= 1"): TrainConfig(epochs=0)
     with pytest.raises(InputError, match="lr must be >= 0"): TrainConfig(lr=float("nan"))
+    with pytest.raises(InputError, match="schedule must be 'cosine' or 'constant'"): TrainConfig(schedule="linear")
 
 
 def test_proxies_start_at_class_means_and_are_trained_beside_the_adapter():
