@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CANDIDATES', 'ALPHAS', 'Candidate', 'Fold', 'MIN_CLASSES', 'candidate_of', 'leave_classes_out', 'Selection', 'decide',
-           'select']
+           'best_of', 'select']
 
 # %% ../nbs/13_selection.ipynb #074431df
 import time
@@ -68,8 +68,10 @@ def _asked(adapter, x, y, fold):
     "Hits of the seen queries, and of the pseudo-unseen rows that have a classmate."
     from ega.adapters import transform
     g, q, u = (transform(adapter, x[rows]) if adapter else x[rows] for rows in fold)
-    twin = np.bincount(y[fold.unseen])[y[fold.unseen]] > 1
-    return lp_at_k(knn(q, g, 9), y[fold.fit], y[fold.queries]), lp_at_k(loo_knn(u, 9), y[fold.unseen], y[fold.unseen])[twin]
+    alone = lp_at_k(loo_knn(u, 9), y[fold.unseen], y[fold.unseen])
+    return lp_at_k(knn(q, g, 9), y[fold.fit], y[fold.queries]), alone[np.isin(fold.unseen, _twins(y, fold.unseen))]
+
+def _twins(y, rows): return rows[np.bincount(y[rows])[y[rows]] > 1]                       # without a classmate nobody can be right
 
 def _strengths(adapter, alphas):
     "The adapter at each strength; where it has no dial, at full strength."
@@ -122,26 +124,30 @@ class Selection:
 
 # %% ../nbs/13_selection.ipynb #decide
 def decide(
-    found,         # list with one {(name, alpha): (seen, unseen) differences} a fold
-    y,             # (n,) labels
-    folds,         # Folds the differences belong to
+    found,         # {(name, alpha): (seen, unseen)}: differences to frozen of the same queries, (n,) and (m,), in [-1, 1]
+    classes,       # (n,) and (m,) int: the classes of these queries
     *,
-    budget, confidence, rng, seconds, n_boot=1000
+    budget,        # points
+    confidence,    # one-sided
+    rng,           # np.random.Generator of the bootstrap
+    seconds=None,  # {name: seconds}
+    n_boot=1000    # replicates
 ):                 # DataFrame: a row a candidate and strength, frozen first
     "The table of candidates, each with its verdict."
-    twin = [f.unseen[np.bincount(y[f.unseen])[y[f.unseen]] > 1] for f in folds]
-    columns = []
-    for i, rows in enumerate(([f.queries for f in folds], twin)):
-        outcomes = np.vstack([np.stack([d[k][i] for k in found[0]], 1) for d in found])          # (n, candidates)
-        columns.append(_columns(outcomes, y[np.concatenate(rows)], confidence, rng, n_boot))
+    columns = [_columns(np.stack([d[i] for d in found.values()], 1), classes[i], confidence, rng, n_boot) for i in (0, 1)]
     names = [f"{part}{end}" for part in ("seen", "unseen") for end in ("", "_low", "_high", "_bound")]
     table = pd.DataFrame(np.hstack(columns), columns=names)
-    table.insert(0, "method", [n for n, _ in found[0]]); table.insert(1, "alpha", [a for _, a in found[0]])
-    verdicts = [_verdict(r, budget, confidence) for r in table.itertuples()]
-    table["verdict"], table["reason"] = zip(*verdicts)
-    table["seconds"] = [seconds[n] for n in table.method]
+    table.insert(0, "method", [n for n, _ in found]); table.insert(1, "alpha", [a for _, a in found])
+    table["verdict"], table["reason"] = zip(*(_verdict(r, budget, confidence) for r in table.itertuples()))
+    table["seconds"] = [(seconds or {}).get(n, 0.) for n in table.method]
     frozen = pd.DataFrame([dict.fromkeys(names, 0.) | dict(method="frozen", alpha=0., verdict="pass", reason="nothing is changed", seconds=0.)])
     return pd.concat([frozen, table], ignore_index=True)[table.columns]
+
+def best_of(
+    table   # from decide
+):          # its row with the largest seen gain among those that pass; frozen when no other does
+    "The gate's choice."
+    return table[table.verdict == "pass"].sort_values("seen", ascending=False, kind="stable").iloc[0]
 
 # %% ../nbs/13_selection.ipynb #checked
 def _checked(x, y, budget, confidence, limit, seed):
@@ -180,7 +186,9 @@ def select(
         def tick(name): bar.set_postfix_str(name); bar.update()
         found, seconds = zip(*(_ask_all(x, y, f, candidates, alphas, device, tick) for f in parts))
     spent = {k: sum(s[k] for s in seconds) for k in seconds[0]}
-    table = decide(found, y, parts, budget=budget, confidence=confidence, rng=streams(seed).eval, seconds=spent)
-    best = table[table.verdict == "pass"].sort_values("seen", ascending=False, kind="stable").iloc[0]
+    pooled = {k: tuple(np.concatenate([d[k][i] for d in found]) for i in (0, 1)) for k in found[0]}
+    asked = [y[np.concatenate(rows)] for rows in ([f.queries for f in parts], [_twins(y, f.unseen) for f in parts])]
+    table = decide(pooled, asked, budget=budget, confidence=confidence, rng=streams(seed).eval, seconds=spent)
+    best = best_of(table)
     reason = best.reason if best.method != "frozen" else "no candidate gains on seen classes within the budget"
     return Selection(best.method, float(best.alpha), reason, table, budget, confidence, classes, {c.name: c.config for c in candidates}.get(best.method))

@@ -9,7 +9,7 @@ from ega.core import InputError, normalize, streams
 from ega.metrics import lp_at_k
 from ega.runs import METHODS, fit, fit_adapter
 from ega.search import knn, loo_knn
-from ega.selection import MIN_CLASSES, candidate_of, decide, leave_classes_out, select
+from ega.selection import MIN_CLASSES, best_of, candidate_of, decide, leave_classes_out, select
 
 
 def world(seed, shared=True, classes=12, n=14, d=12):
@@ -51,24 +51,20 @@ def test_help_for_all_classes_is_found_and_the_largest_gain_taken(chosen):
 
 
 def outcomes(unseen, seen=.5, n=40):
-    "Differences of one candidate on made-up folds: every class gains `seen`, and class by class `unseen` alternates around its mean."
-    y = np.repeat(np.arange(20), n)
-    folds = [selection.Fold(np.flatnonzero(y < 10), np.flatnonzero(y < 10), np.flatnonzero(y >= 10))]
-    wobble = np.where(y[folds[0].unseen] % 2, .02, -.02)
-    return [{("made", 1.): (np.full(10*n, seen), unseen + wobble)}], y, folds
+    "Differences of one made-up candidate: every class gains `seen`; on the other ten classes `unseen` alternates around its mean."
+    classes = np.repeat(np.arange(10), n)
+    return {("made", 1.): (np.full(10*n, seen), unseen + np.where(classes % 2, .02, -.02))}, (classes, classes)
 
 
 @pytest.mark.parametrize("unseen, seen, budget, verdict", [
     (0., .5, 5., "pass"), (-.1, .5, 5., "fail"), (-.1, .5, 15., "pass"), (0., .5, .1, "fail"), (.1, 0., 5., "fail"), (.1, -.1, 5., "fail")])
 def test_a_verdict_weighs_the_lower_ends(unseen, seen, budget, verdict):
-    found, y, folds = outcomes(unseen, seen)
-    table = decide(found, y, folds, budget=budget, confidence=.95, rng=np.random.default_rng(0), seconds={"made": 0.})
-    assert table.verdict.tolist() == ["pass", verdict]
+    table = decide(*outcomes(unseen, seen), budget=budget, confidence=.95, rng=np.random.default_rng(0))
+    assert table.verdict.tolist() == ["pass", verdict] and best_of(table).method == ("made" if verdict == "pass" else "frozen")
 
 
 def test_more_confidence_lowers_the_bound():
-    found, y, folds = outcomes(0.)
-    bound = [decide(found, y, folds, budget=1., confidence=c, rng=np.random.default_rng(0), seconds={"made": 0.}).unseen_bound[1] for c in (.6, .9, .99)]
+    bound = [decide(*outcomes(0.), budget=1., confidence=c, rng=np.random.default_rng(0)).unseen_bound[1] for c in (.6, .9, .99)]
     assert bound[0] > bound[1] > bound[2]
 
 
