@@ -60,6 +60,7 @@ def leave_classes_out(
     for part in np.array_split(rng.permutation(np.unique(y[y >= 0])), folds):
         inside = np.flatnonzero((y >= 0) & ~np.isin(y, part))
         a, b = row_split(y[inside], rng, fractions=(fit, 1 - fit))
+        b = b[np.isin(y[inside[b]], y[inside[a]])]                     # a class of one row has nobody to be found
         out.append(Fold(inside[a], inside[b], np.flatnonzero(np.isin(y, part))))
     return out
 
