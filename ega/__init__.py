@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "core": ("normalize", "encode_labels", "streams", "InputError"),
     "data": ("EmbeddingSet", "read_pack", "write_pack"),
+    "estimator": ("EGA",),
 }
 
 

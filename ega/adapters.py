@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RowLinear', 'l2', 'Branch', 'EGABlock', 'Ablation', 'GatedBlock', 'EGA', 'LoRA', 'Linear', 'parameter_count',
-           'interpolate', 'adapter_fingerprint', 'save_adapter', 'load_adapter', 'transform']
+           'interpolate', 'scaled', 'folded', 'adapter_fingerprint', 'save_adapter', 'load_adapter', 'transform']
 
 # %% ../nbs/02_adapters.ipynb #3f8d0f70
 import copy, json
@@ -300,6 +300,36 @@ def interpolate(
     if not (norm > 1e-6).all(): raise InputError(f"x and z are opposite in some row: there is no direction between them at alpha={alpha:g}")
     return u/norm
 
+# %% ../nbs/02_adapters.ipynb #scaled
+def scaled(
+    adapter,   # EGABlock, LoRA or Linear: l2(x + g(x))
+    alpha      # 0 frozen ... 1 as it is
+):             # adapter of the same kind: l2(x + alpha g(x))
+    "Interpolation inside the weights. The paper's EGA has no such dial: its blocks are nested."
+    if not isinstance(adapter, (EGABlock, LoRA, Linear)): raise InputError(f"adapter must be EGABlock, LoRA or Linear, got {type(adapter).__name__}; use ega.adapters.interpolate on its outputs")
+    if not 0 <= alpha <= 1: raise InputError(f"alpha must lie in [0, 1], got {alpha!r}; 0 is frozen, 1 adapted")
+    mine = copy.deepcopy(adapter)
+    last = [mine.weight] if isinstance(mine, Linear) else [mine.B] if isinstance(mine, LoRA) else list(mine.branch[-1].parameters())
+    with torch.no_grad(): [t.mul_(alpha) for t in last]
+    return mine
+
+# %% ../nbs/02_adapters.ipynb #folded
+def folded(
+    matrix,         # (d, k) of a closed form u = l2(x @ matrix), k <= d
+    adapter=None,   # Linear or LoRA trained behind it; None: the closed form alone
+    *,
+    x               # (n, d) unit rows that set the scale: their mean |A x| becomes 1
+):                  # Linear, d columns in and out; beyond k they are 0
+    "A closed form and the matrix behind it as one Linear."
+    d, k = matrix.shape
+    if k > d: raise InputError(f"the closed form must keep at most d = {d} columns, got {k}; it folds into no adapter of {d} columns")
+    A = np.zeros((d, d))
+    A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
+    A /= np.linalg.norm(as_rows(x, dim=d) @ A.T.astype(np.float32), axis=1).mean()       # l2 does not see the scale, `scaled` does
+    linear = Linear(d)
+    with torch.no_grad(): linear.weight.copy_(torch.from_numpy(A - np.eye(d)))
+    return linear.eval()
+
 # %% ../nbs/02_adapters.ipynb #adapter-fingerprint
 KINDS = {kind.__name__: (kind, sizes) for kind, *sizes in ((EGA, "d", "hidden"), (EGABlock, "d", "hidden"), (LoRA, "d", "rank", "scale"), (Linear, "d"))}
 
@@ -333,6 +363,7 @@ def save_adapter(
 def _opened(path):
     "What an adapter file says of itself, and its tensors; or what is wrong with the file."
     from safetensors import SafetensorError, safe_open
+    if Path(path).is_dir(): path = Path(path)/"adapter.safetensors"                      # what EGA.save and `ega fit` make
     if not Path(path).is_file(): raise InputError(f"{path}: no such adapter; expected a file written by ega.adapters.save_adapter")
     try:
         with safe_open(path, "pt") as f: about, state = json.loads((f.metadata() or {})["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
@@ -344,7 +375,7 @@ def _opened(path):
 
 # %% ../nbs/02_adapters.ipynb #load-adapter
 def load_adapter(
-    path   # file written by save_adapter
+    path   # file written by save_adapter, or the folder of a saved estimator
 ):         # the adapter, on the CPU, in eval mode
     "Read an adapter and prove it whole. Raises `InputError` for every defect."
     about, state = _opened(path)

@@ -27,15 +27,15 @@ Rows = namedtuple("Rows", "path n blocks column pack")     # column, pack: of Pa
 
 def _npy(
     path,   # .npy file
-    dim     # columns it must have
+    dim     # columns it must have; None: any
 ):          # Rows
     "The rows of a NumPy file; or what is wrong with it."
     try: head = np.lib.format.open_memmap(path, mode="r")               # only to check the header against the size of the file
     except Exception as error:                                         # a damaged header is evaluated, and fails in any way
         raise InputError(f"{path}: expected a whole .npy file of rows, but it cannot be read ({str(error).splitlines()[0][:80] if str(error) else type(error).__name__}); copy or save it again") from error
     if head.dtype.kind != "f" or head.dtype.itemsize > 8: raise InputError(f"{path}: expected float16, float32 or float64, got {head.dtype}; convert it with .astype('float32')")
-    if head.ndim != 2 or 0 in head.shape: raise InputError(f"{path}: expected rows of shape (n, {dim}), got {head.shape}; save a matrix with at least one row")
-    if head.shape[1] != dim: raise InputError(f"{path}: expected {dim} columns, as the adapter has, got {head.shape[1]}; were the vectors made by another encoder?")
+    if head.ndim != 2 or 0 in head.shape: raise InputError(f"{path}: expected rows of shape (n, {dim or 'd'}), got {head.shape}; save a matrix with at least one row")
+    if dim not in (None, head.shape[1]): raise InputError(f"{path}: expected {dim} columns, as the adapter has, got {head.shape[1]}; were the vectors made by another encoder?")
     if not head.flags.c_contiguous: raise InputError(f"{path}: expected rows one after the other, got Fortran order; save np.ascontiguousarray(x)")
     if (size := path.stat().st_size) != head.offset + head.nbytes: raise InputError(f"{path}: expected {head.offset + head.nbytes} bytes, got {size}; copy or save it again")
     return Rows(path, len(head), partial(_npy_blocks, path, head.dtype, head.offset, head.shape), None, None)
@@ -138,7 +138,7 @@ def _parquet_blocks(path, column, pack, dim, first, size):
 # %% ../nbs/15_deploy.ipynb #rows-in
 def rows_in(
     path,          # .npy or .parquet file
-    dim,           # numbers in a row
+    dim=None,      # numbers in a row; None: as many as the first has
     column=None    # of Parquet: the column of vectors; None: code of a pack, or the only one
 ):                 # Rows
     "A store of vectors, opened and checked as far as its header tells. Raises `InputError`."
@@ -149,6 +149,7 @@ def rows_in(
     f = _parquet(path)
     if not f.metadata.num_rows: raise InputError(f"{path}: expected at least one row, got none; leave the file out")
     name, pack = _vectors(path, f.schema_arrow, column)
+    if dim is None: dim = pack["dim"] if pack else len(next(_tables(path, [name], 0, 1))[name][0].as_py() or ())
     return Rows(path, f.metadata.num_rows, partial(_parquet_blocks, path, name, pack, dim), name, pack)
 
 # %% ../nbs/15_deploy.ipynb #checked
