@@ -13,7 +13,7 @@ LAYERS = [
     {"comparison"},
     {"training", "theory"},
     {"runs", "selection"},
-    {"estimator", "deploy", "monitor"},
+    {"estimator", "deploy", "index", "lance", "monitor"},
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
