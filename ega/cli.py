@@ -154,6 +154,39 @@ def _rerun(args):
     same = r.machine == machine()
     if len(both) < len(rows) or off.max() > (0 if same else TOLERANCE): raise RuntimeError(f"LP differs by {off.max():.2f} points; expected {'equal digits on the same kind of machine' if same else f'at most {TOLERANCE:g} on another kind of machine'}")
 
+# %% ../nbs/18_cli.ipynb #read
+def _read(args):
+    "Rows and labels a command was given."
+    from ega.core import InputError
+    from ega.estimator import read_labels, read_rows
+    x, y = read_rows(args.source, args.column)
+    if args.labels: y = read_labels(args.labels, args.label_column)
+    if y is None: raise InputError(f"{args.source}: brings no labels; name a .npy or .csv file of them behind it")
+    return x, y
+
+def _fit(args):
+    "Choose, train, save."
+    from ega.core import InputError
+    from ega.estimator import EGA
+    if Path(args.out).exists() and not args.force: raise InputError(f"{args.out} exists already; choose another folder, or --force")
+    x, y = _read(args)
+    adapter = EGA(args.method, budget=args.budget, confidence=args.confidence, seed=args.seed, device=args.device, progress=not args.quiet and sys.stderr.isatty()).fit(x, y)
+    adapter.save(args.out)
+    s = adapter.selection_
+    if args.json: print(json.dumps({k: getattr(s, k) for k in ("method", "alpha", "reason", "classes")} | {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_, "table": json.loads(s.table.to_json(orient="records"))}))
+    else:
+        print(s.table.drop(columns=[c for c in s.table if c.endswith("bound")] + ["reason"], errors="ignore").to_string(index=False, float_format="{:.1f}".format) if len(s.table) else "", end="\n\n" if len(s.table) else "")
+        print(f"{s.method}{'' if s.frozen else f' at {s.alpha:g}'}: {s.reason}\n{args.out}")
+
+# %% ../nbs/18_cli.ipynb #evaluate
+def _evaluate(args):
+    "Gain on the classes an adapter knows, and what it does to the others."
+    from ega.estimator import EGA, evaluate
+    x, y = _read(args)
+    frame = evaluate(EGA.load(args.adapter), x, y, seed=args.seed)
+    if args.json: print(frame.to_json(orient="records"))
+    else: print(frame.to_string(index=False, float_format="{:.2f}".format))
+
 # %% ../nbs/18_cli.ipynb #transform
 def _transform(args):
     "A file or a folder of vectors, adapted."
@@ -201,7 +234,7 @@ def _transform_arguments(
     c   # parser of the subcommand
 ):
     "What `ega transform` takes."
-    c.add_argument("adapter", help="a .safetensors file written by ega.adapters.save_adapter")
+    c.add_argument("adapter", help="what `ega fit` made, or a .safetensors file written by ega.adapters.save_adapter")
     c.add_argument("source", help="a .npy or .parquet file, a pack, or a folder of them")
     c.add_argument("target", help="what shall be made: a file of the same ending, or a folder; must not exist")
     c.add_argument("--column", help="the column of vectors (default: code of a pack, or the only one)")
@@ -214,6 +247,27 @@ def _transform_arguments(
     c.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help="divide a folder among the machines of a Ray cluster (without ADDRESS: on this one)")
     c.add_argument("--quiet", action="store_true", help="no progress bar")
     c.add_argument("--json", action="store_true", help="the result as JSON")
+
+# %% ../nbs/18_cli.ipynb #fit-arguments
+def _fit_arguments(
+    c,            # parser of the subcommand
+    training=True # also what belongs to training
+):
+    "What `ega fit` and `ega evaluate` take."
+    c.add_argument("source", help="rows: .npy, .npz, .safetensors, .parquet with a column of float lists, or a pack, which brings labels")
+    c.add_argument("labels", nargs="?", help=".npy or .csv file of labels; -1 or empty where there is none")
+    c.add_argument("--column", help="the column of vectors, or the name of the matrix in an archive (default: the only one)")
+    c.add_argument("--label-column", metavar="NAME", help="of a .csv (default: label, or the only one)")
+    c.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    c.add_argument("--json", action="store_true", help="the result as JSON")
+    if not training: return
+    c.add_argument("-o", "--out", required=True, help="folder of the adapter")
+    c.add_argument("--method", default="auto", help="auto, or a method by name (a wrong name lists them)")
+    c.add_argument("--budget", type=float, default=1., help="points of LP@1 that unseen classes may lose (default: 1)")
+    c.add_argument("--confidence", type=float, default=.95, help="that they lose no more (default: 0.95)")
+    c.add_argument("--device", help="default: cuda when there is one, else cpu")
+    c.add_argument("--force", action="store_true", help="write into a folder that is there")
+    c.add_argument("--quiet", action="store_true", help="no progress bar")
 
 # %% ../nbs/18_cli.ipynb #parser
 def parser():
@@ -236,6 +290,9 @@ def parser():
     c.add_argument("run_id", help="the id of a run, or its first digits"); c.add_argument("--results", help="folder of results (default: data/results)")
     c.add_argument("--packs", metavar="FOLDER", help="packs of the run (default: data/packs)")
     _embed_arguments(command("embed", _embed, "turn images or texts into a pack of embeddings"))
+    _fit_arguments(command("fit", _fit, "choose and train an adapter on rows and labels, without any unseen class"))
+    c = command("evaluate", _evaluate, "LP@1 of an adapter against the frozen rows, classes it knows apart from the others")
+    c.add_argument("adapter", help="what `ega fit` made"); _fit_arguments(c, training=False)
     c = command("info", _info, "show what a pack holds")
     c.add_argument("pack", help="a .parquet pack"); c.add_argument("--json", action="store_true", help="as JSON")
     _transform_arguments(command("transform", _transform, "adapt a stored set of vectors, of any size; killed, the same command goes on"))

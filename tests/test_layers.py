@@ -13,7 +13,7 @@ LAYERS = [
     {"comparison", "protocols"},
     {"training", "theory"},
     {"runs", "selection"},
-    {"estimator", "deploy", "monitor", "published"},
+    {"estimator", "deploy", "index", "lance", "monitor", "published"},
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,95 @@
+"The embedded vector database for real: create, migrate, stop, go on, switch, ask, refuse."
+import numpy as np
+import pytest
+
+from ega.adapters import Linear
+from ega.closed_form import LDA, WCCN
+from ega.core import message, normalize
+from ega.data import EmbeddingSet
+from ega.index import as_map
+from ega.lance import AdaptedTable, create_table, migrate_table, served, switch
+from ega.search import knn
+
+lancedb = pytest.importorskip("lancedb", reason="needs LanceDB: pip install 'ega[deploy]'")
+D, N = 16, 300
+y = np.repeat(np.arange(10), N//10)
+
+
+def unit(n, seed): return normalize(np.random.default_rng(seed).standard_normal((n, D), dtype=np.float32))
+
+
+x, xq = unit(N, 0), unit(20, 1)
+SET = EmbeddingSet(x, y, [f"ü'{i}" for i in range(N)], ["train", "test"]*(N//2), tuple("abcdefghij"), {})
+WHITE, LOW = WCCN(.3).fit(x, y), LDA(5).fit(x, y)
+
+
+@pytest.fixture
+def table(tmp_path): return create_table(tmp_path/"db", "t", SET, batch=128)
+
+
+def exact(adapter, k): m = as_map(adapter); return knn(m.transform(xq), m.transform(x), k)
+
+
+def test_a_table_holds_the_set(table):
+    rows = table.search().select(["id", "label", "split", "vector"]).limit(N).to_arrow()
+    assert rows["id"].to_pylist() == SET.ids.tolist() and rows["label"].to_pylist() == y.tolist() and rows["split"].to_pylist() == SET.split.tolist()
+    assert np.array_equal(rows["vector"].combine_chunks().flatten().to_numpy().reshape(N, -1), x)
+
+
+@pytest.mark.parametrize("adapter", (WHITE, LOW), ids=("square", "narrow"))
+def test_a_migrated_table_answers_as_exact_search(table, adapter):
+    switch(table, migrate_table(table, adapter, batch=77))
+    found, expected = AdaptedTable(table, adapter).search(xq, 5), exact(adapter, 5)
+    assert (found.I == SET.ids[expected.I]).all() and np.abs(found.D - expected.D).max() < 1e-5
+
+
+def test_a_stop_in_the_middle_goes_on_and_the_old_column_answers(tmp_path, table, monkeypatch):
+    "Another process, another connection; rows added in between are taken along; nothing is adapted twice."
+    adapted = []
+    m = as_map(WHITE)._replace(transform=lambda rows: (adapted.append(len(rows)), as_map(WHITE).transform(rows))[1])
+    column = migrate_table(table, m, batch=50, most=120)
+    assert adapted == [50, 50, 20] and "180 rows have no vector" in message(lambda: switch(table, column)) and served(table) == "vector"
+    again = lancedb.connect(str(tmp_path/"db")).open_table("t")
+    assert again.search(xq[0], vector_column_name="vector").limit(1).to_list()[0]["id"] == SET.ids[knn(xq[:1], x, 1).I[0, 0]]
+    again.add([{"id": "new", "label": 3, "split": "late", "vector": xq[3]}])
+    assert migrate_table(again, m) == column and sum(adapted) == N + 1
+    switch(again, column)
+    assert AdaptedTable(again, WHITE).search(xq[3:4], 1).I.tolist() == [["new"]] and migrate_table(again, m) == column and sum(adapted) == N + 1
+
+
+def test_conditions_columns_and_padding(table):
+    switch(table, migrate_table(table, WHITE))
+    t = AdaptedTable(table, WHITE)
+    found = t.search(xq, 3, where="label = 4 AND split = 'test'")
+    member = np.flatnonzero((y == 4) & (SET.split == "test"))
+    z = as_map(WHITE).transform(x)
+    assert (found.I == SET.ids[member][knn(as_map(WHITE).transform(xq), z[member], 3).I]).all()
+    few = t.search(xq[:2], 4, where="id = 'ü''7'")
+    assert few.I.tolist() == [["ü'7", "", "", ""]]*2 and np.isinf(few.D[:, 1:]).all()
+    one = t.rows(xq[:1], 2, columns=["id", "label"])
+    assert set(one.column_names) == {"id", "label", "_distance", "query_index"} and one["query_index"].to_pylist() == [0, 0]
+
+
+def test_an_index_on_the_new_column_answers(table):
+    from lancedb.index import IvfFlat
+    column = migrate_table(table, WHITE)
+    table.create_index(column, config=IvfFlat(distance_type="l2", num_partitions=4), replace=True)
+    switch(table, column)
+    found, few = (AdaptedTable(table, WHITE).search(xq, 5, nprobes=n) for n in (4, 1))
+    assert (found.I == SET.ids[exact(WHITE, 5).I]).all() and .1 < (few.I == found.I).mean() < 1
+
+
+def test_two_adapters_side_by_side_and_back(table):
+    first, second = migrate_table(table, WHITE), migrate_table(table, LOW)
+    switch(table, first); switch(table, second)
+    assert served(table) == second and "was adapted by" in message(lambda: AdaptedTable(table, WHITE)) and (AdaptedTable(table, LOW).search(xq, 2).I == SET.ids[exact(LOW, 2).I]).all()
+    switch(table, first)
+    assert (AdaptedTable(table, WHITE).search(xq, 2).I == SET.ids[exact(WHITE, 2).I]).all()
+    switch(table, "vector")
+    assert "serves its raw vectors" in message(lambda: AdaptedTable(table, WHITE))
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda t: migrate_table(t, np.eye(3, dtype="f4")), "3 numbers"), (lambda t: migrate_table(t, WHITE, source="nothing"), "columns"), (lambda t: migrate_table(t, WHITE, key="label"), "distinctly"),
+    (lambda t: switch(t, "adapted_0"), "no column"), (lambda t: served(t, "nothing"), "no column"), (lambda t: AdaptedTable(t, Linear(D)), "raw vectors")])
+def test_bad_input_is_named(table, call, words): assert words in message(lambda: call(table))
