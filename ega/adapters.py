@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RowLinear', 'l2', 'Branch', 'EGABlock', 'Ablation', 'GatedBlock', 'EGA', 'LoRA', 'Linear', 'parameter_count',
-           'interpolate', 'scaled', 'folded', 'adapter_fingerprint', 'save_adapter', 'load_adapter', 'transform']
+           'interpolate', 'scaled', 'folded', 'Capped', 'adapter_fingerprint', 'save_adapter', 'load_adapter',
+           'transform']
 
 # %% ../nbs/02_adapters.ipynb #3f8d0f70
 import copy, json
@@ -329,6 +330,28 @@ def folded(
     linear = Linear(d)
     with torch.no_grad(): linear.weight.copy_(torch.from_numpy(A - np.eye(d)))
     return linear.eval()
+
+# %% ../nbs/02_adapters.ipynb #capped
+class Capped(nn.Module):
+    "An adapter whose displacement stays below eps for every unit vector, by construction."
+    def __init__(self,
+        inner,   # adapter, (B, d) -> (B, d), with attribute d
+        eps      # largest displacement ||f(x) - x||, in (0, 2)
+    ):
+        super().__init__()
+        if not 0 < eps < 2: raise InputError(f"eps must lie in (0, 2), got {eps!r}; it is the largest displacement of a unit vector")
+        self.inner, self.d = inner, inner.d
+        self.register_buffer("eps", torch.tensor(float(eps)))
+
+    def forward(self,
+        x   # (..., d) unit rows
+    ):      # (..., d) unit rows
+        w = self.inner(x)
+        c = (w*x).sum(-1, keepdim=True)
+        v = w - c*x                                                    # along the sphere
+        length, limit = v.norm(dim=-1, keepdim=True).clamp(min=1e-6), 2*torch.asin(self.eps.to(x.dtype)/2)
+        turn = limit*torch.tanh(torch.atan2(length, c)/limit)
+        return l2(turn.cos()*x + turn.sin()/length*v)
 
 # %% ../nbs/02_adapters.ipynb #adapter-fingerprint
 KINDS = {kind.__name__: (kind, sizes) for kind, *sizes in ((EGA, "d", "hidden"), (EGABlock, "d", "hidden"), (LoRA, "d", "rank", "scale"), (Linear, "d"))}
