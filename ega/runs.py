@@ -556,7 +556,7 @@ def config_of(
     for name, _, value in (s.partition("=") for s in settings): config = _set(config, name, float(value))
     return config
 
-# %% ../nbs/11_runs.ipynb #8c038b22
+# %% ../nbs/11_runs.ipynb #f11ae3c6
 _trained = tuple(k for k in _main if METHODS[k].loss)
 _margins = (.02, .05, .1, .2, .3, .5)
 _moves = (("ega_block", {"margin": _margins}), ("supcon_preserve", {"lam": (.1, .3, 1., 3., 10., 30., 100.)}),
@@ -575,6 +575,7 @@ _own_classes = tuple(b for b in EMBEDDED if BENCHMARKS[b].train == BENCHMARKS[b]
 _once = Grid("unseen", EMBEDDED, splits=(42,), seeds=(0,))
 _curve = replace(_once, task="curve")
 
+# %% ../nbs/11_runs.ipynb #c0575afa
 GRIDS = {
     "full": {
         "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3), seeds=(0, 1, 2)),
