@@ -1,5 +1,6 @@
 """The estimator: conventions, containers, files, and the example of the README."""
-import copy, json, os, subprocess, sys
+import copy, json, subprocess, sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import ega
 from ega.adapters import EGABlock, Linear, LoRA, load_adapter, save_adapter, transform
 from ega.cli import main
-from ega.core import InputError, normalize, torch_generator
+from ega.core import InputError
 from ega.data import EmbeddingSet, write_pack
 from ega.deploy import rows_in
 from ega.estimator import EGA, evaluate, labels_of, read_labels, read_rows
@@ -77,9 +78,11 @@ def test_one_adapter_is_what_the_two_steps_were(method):
     assert np.allclose(two @ two.T, one @ one.T, atol=2e-5)
 
 
-@pytest.mark.parametrize("method, words", [("pca", "subtracts a mean"), ("recipe_block", "matrix alone")])
-def test_what_does_not_fold_is_named(method, words):
-    with pytest.raises(InputError, match=words): fit_adapter(config_of("unseen", "cub100", method, hidden=8, epochs=1), *world(0))
+def test_what_does_not_fold_is_named():
+    recipe = config_of("unseen", "cub100", "recipe", epochs=1)
+    block = replace(recipe, adapter=replace(recipe.adapter, kind="ega_block", hidden=8))
+    for config, words in ((config_of("unseen", "cub100", "pca"), "subtracts a mean"), (block, "matrix alone")):
+        with pytest.raises(InputError, match=words): fit_adapter(config, *world(0))
 
 
 def test_rows_without_a_class_are_never_trained_on(fitted):
