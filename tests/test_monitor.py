@@ -100,6 +100,12 @@ def test_a_monitor_alarms_speaks_and_counts():
     assert strange.medians["distance"][1] == pytest.approx(np.median(signals(unit(40, 12), WHITE, cone)["distance"]))
 
 
+@pytest.mark.parametrize("p, alert", ((.005, True), (.0051, False), (.04, False)))
+def test_the_rule_is_alpha_over_the_horizon(monkeypatch, p, alert):
+    monkeypatch.setattr("ega.monitor.two_sample", lambda *a, **k: (p, np.zeros(3)))
+    assert Monitor.fit(unit(60, 10), WHITE, gallery, horizon=10).check(unit(9, 11)).alert == alert
+
+
 def test_without_a_gallery_every_other_row_becomes_one():
     rows = unit(100, 14)
     a, b = Monitor.fit(rows, WHITE), Monitor.fit(rows[1::2], WHITE, rows[::2])
