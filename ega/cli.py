@@ -175,7 +175,7 @@ def _fit(args):
     s = adapter.selection_
     if args.json: print(json.dumps({k: getattr(s, k) for k in ("method", "alpha", "reason", "classes")} | {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_, "table": json.loads(s.table.to_json(orient="records"))}))
     else:
-        print(s.table.drop(columns=[c for c in s.table if c.endswith("bound")] + ["reason"], errors="ignore").to_string(index=False, float_format="{:.1f}".format) if len(s.table) else "", end="\n\n" if len(s.table) else "")
+        print(s.table.drop(columns=[c for c in s.table if c.endswith("bound")] + ["reason"], errors="ignore").to_string(index=False, float_format="{:.1f}".format, formatters={"alpha": "{:g}".format}) if len(s.table) else "", end="\n\n" if len(s.table) else "")
         print(f"{s.method}{'' if s.frozen else f' at {s.alpha:g}'}: {s.reason}\n{args.out}")
 
 # %% ../nbs/18_cli.ipynb #evaluate

@@ -19,8 +19,6 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-    {"sparsity", "metrics", "closed_form", "encoders", "certificates"},
-    {"comparison", "protocols"},
 
 
 def imported(
