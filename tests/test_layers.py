@@ -19,6 +19,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
+WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench"]
 
 
 def imported(

@@ -87,7 +87,8 @@ def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method)
     for _, r in rows.iterrows():
         assert len(r["query"]) == len(r.hit) == len(r.neighbour) == len(r.ivf_ar) == r.n and np.isclose(r.hit.mean(), r.lp1, atol=1e-6)
         es, other = rows_of(config_from(RunConfig, json.loads(r.config)), packs)
-        assert np.array_equal(other.y[r["query"]], r.query_class) and np.isclose((other.y[r.neighbour] == r.query_class).mean(), r.lp1, atol=.03)
+        assert np.array_equal(other.y[r["query"]], r.query_class)
+        if method != "no_residual": assert np.isclose((other.y[r.neighbour] == r.query_class).mean(), r.lp1, atol=.03)      # its two points are ties: the first neighbour is any
     assert not (rows.loc["unseen", "neighbour"] == rows.loc["unseen", "query"]).any()
     assert len(rows.rho_history.iloc[0]) == (BUDGET["epochs"] if METHODS[method].loss else 0)
 
