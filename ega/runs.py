@@ -570,7 +570,7 @@ _three = ("cub100", "tiny200", "clinc150")
 _once = Grid("unseen", EMBEDDED, splits=(42,), seeds=(0,))
 _curve = replace(_once, task="curve")
 
-# %% ../nbs/11_runs.ipynb #c49b3fcf
+# %% ../nbs/11_runs.ipynb #a78aef4b
 GRIDS = {
     "full": {
         "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3)),
@@ -581,7 +581,7 @@ GRIDS = {
         "lora_rank8": Grid("unseen", EMBEDDED, ("lora_supcon", "lora_triplet"), splits=(42, 0, 1), seeds=(0,), rank=8),
         "rivals": replace(_once, methods=("frozen", *RIVALS)),
         "index": replace(_once, task="index"),
-        "recipe": Grid("unseen", EMBEDDED, ("frozen", "recipe"), epochs=8, splits=tuple(range(4)), seeds=(0,)),
+        "recipe": Grid("unseen", EMBEDDED, ("frozen", "recipe"), epochs=8, splits=tuple(range(20)), seeds=(0,)),
         "sweeps": Sweep(replace(_once, benchmarks=_three), _moves),
         "ablation": replace(_once, methods=("frozen", "ega_block", *ABLATIONS)),
         "backbones": replace(_once, benchmarks=("cub100 lite2",)),
