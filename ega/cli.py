@@ -187,6 +187,17 @@ def _evaluate(args):
     if args.json: print(frame.to_json(orient="records"))
     else: print(frame.to_string(index=False, float_format="{:.2f}".format))
 
+# %% ../nbs/18_cli.ipynb #report
+def _report(args):
+    "The page of what an adapter wins and loses."
+    from ega.datasets import open_source
+    from ega.estimator import EGA
+    from ega.report import report, sentence
+    x, y = _read(args)
+    c = report(EGA.load(args.adapter), x, y, args.out, source=open_source(args.show) if args.show else None, seed=args.seed)
+    if args.json: print(json.dumps({"out": args.out, "kinds": json.loads(c.kinds.to_json(orient="records"))}))
+    else: print(f"{sentence(c)}\n{args.out}")
+
 # %% ../nbs/18_cli.ipynb #transform
 def _transform(args):
     "A file or a folder of vectors, adapted."
@@ -253,7 +264,7 @@ def _fit_arguments(
     c,            # parser of the subcommand
     training=True # also what belongs to training
 ):
-    "What `ega fit` and `ega evaluate` take."
+    "What `ega fit`, `ega evaluate` and `ega report` take."
     c.add_argument("source", help="rows: .npy, .npz, .safetensors, .parquet with a column of float lists, or a pack, which brings labels")
     c.add_argument("labels", nargs="?", help=".npy or .csv file of labels; -1 or empty where there is none")
     c.add_argument("--column", help="the column of vectors, or the name of the matrix in an archive (default: the only one)")
@@ -293,6 +304,10 @@ def parser():
     _fit_arguments(command("fit", _fit, "choose and train an adapter on rows and labels, without any unseen class"))
     c = command("evaluate", _evaluate, "LP@1 of an adapter against the frozen rows, classes it knows apart from the others")
     c.add_argument("adapter", help="what `ega fit` made"); _fit_arguments(c, training=False)
+    c = command("report", _report, "one page on what an adapter wins and loses, with the queries themselves")
+    c.add_argument("adapter", help="what `ega fit` made"); _fit_arguments(c, training=False)
+    c.add_argument("-o", "--out", default="report.html", help=".html or .md file (default: report.html)")
+    c.add_argument("--show", metavar="PATH", help="the folder of images or the .csv the rows came from: queries are shown as pictures or texts")
     c = command("info", _info, "show what a pack holds")
     c.add_argument("pack", help="a .parquet pack"); c.add_argument("--json", action="store_true", help="as JSON")
     _transform_arguments(command("transform", _transform, "adapt a stored set of vectors, of any size; killed, the same command goes on"))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'ALPHAS', 'Spread', 'Comparison', 'kinds', 'outcomes', 'by_kind', 'by_class', 'along', 'spread', 'collapsed',
-           'indexed', 'compare', 'shown', 'sentence', 'notes', 'write_report']
+           'indexed', 'compare', 'shown', 'sentence', 'notes', 'write_report', 'report']
 
 # %% ../nbs/17_report.ipynb #823b6449
 import base64, html, io, json
@@ -327,3 +327,23 @@ def _html(c, title, name, ids, source, decision, alarm, examples):
              "<h2>How far rows moved, and what an index makes of it</h2><div class=charts>", _svg(lambda ax: _moves(ax, c), (4.6, 2.6)) if c.rows.moved.notna().any() else "", _svg(lambda ax: _probes(ax, c), (4.6, 2.6)), "</div>",
              f"<p><small>Mean cosine of two rows {c.before.cosine:.2f} before, {c.after.cosine:.2f} after; effective rank {c.before.rank:.0f} before, {c.after.rank:.0f} after.</small></p></html>"]
     return "\n".join(p for p in parts if p) + "\n"
+
+# %% ../nbs/17_report.ipynb #report-2
+def report(
+    estimator,    # a fitted ega.EGA
+    X, y,         # (n, d) rows, (n,) labels in the words of fit
+    path,         # .html or .md
+    *,
+    source=None,  # Source of ega.datasets with the same rows
+    seed=0        # of all draws
+):                # Comparison
+    "Compare the rows before and after an estimator and write the page."
+    from ega.adapters import transform
+    from ega.core import fingerprint
+    from ega.estimator import labels_of, unit_rows
+    x, (labels, classes) = unit_rows(X, estimator.n_features_in_), labels_of(y, len(X))
+    fitted = np.flatnonzero(labels >= 0) if fingerprint(x, labels) == estimator.data_fingerprint_ else None
+    c = compare(x, transform(estimator.adapter_, x, device=estimator.device), labels, seen=np.flatnonzero(np.isin(classes, estimator.classes_)), fitted=fitted, seed=seed)
+    s = estimator.selection_
+    write_report(c, path, names=classes, ids=None if source is None else source.ids, source=source, decision=f"{s.method}{'' if s.frozen else f' at {s.alpha:g}'}: {s.reason}")
+    return c

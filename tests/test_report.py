@@ -109,3 +109,16 @@ def test_refusals_leave_nothing_behind(both, c, tmp_path):
                         (lambda: compare(x, z, y, seen=(), fitted=[0]), "classes are not among the seen"), (lambda: compare(2*x, z, y, seen=()), "unit rows")):
         with pytest.raises(InputError, match=re.escape(words)): call()
     assert not list(tmp_path.glob("r.*"))
+
+
+def test_the_command_tells_own_rows_from_others_and_new_classes(tmp_path, capsys):
+    from ega.cli import main
+    x, y = made(n=600, classes=30)
+    known = y < 20
+    for name, m in (("own", known), ("all", y >= 0)): np.save(tmp_path/f"{name}.npy", x[m]); np.save(tmp_path/f"{name}_y.npy", y[m])
+    def path(name): return str(tmp_path/name)
+    assert main(["fit", path("own.npy"), path("own_y.npy"), "-o", path("a"), "--method", "wccn", "--quiet"]) == 0
+    assert main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.html")]) == 0 and "unseen classes" in capsys.readouterr().out
+    assert main(["report", path("a"), path("own.npy"), path("own_y.npy"), "-o", path("own.md"), "--json"]) == 0 and '"trained on"' in capsys.readouterr().out
+    assert re.search("class=verdict>(frozen|wccn at)", (tmp_path/"r.html").read_text()) and "no row of an unseen class" in (tmp_path/"own.md").read_text()
+    assert main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.txt")]) == 2 and not (tmp_path/"r.txt").exists()
