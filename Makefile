@@ -7,7 +7,7 @@ NOTICES := .venv/share/jupyter/lab/settings/overrides.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce paper test check bench export lab hooks clean always
+.PHONY: help setup reproduce paper docs test check bench export lab hooks clean always
 
 help:  ## show these lines
 	@echo "usage: make TARGET"; echo
@@ -20,6 +20,11 @@ reproduce: $(READY)  ## train the main grid, draw its report (PROFILE=quick or f
 
 paper: $(READY)  ## committed results -> tables, figures, paper/report.pdf
 	@$(PY) paper/build.py
+
+docs: $(READY)  ## chapters, tutorials, API -> build/docs/index.html, without a network
+	@$(PY) -c 'import furo, latex2mathml, myst_nb' 2>/dev/null || { echo "Adding Sphinx to .venv ..."; $(PY) -m pip install -qq -c constraints.txt -e '.[docs]'; }
+	@start=$$(date +%s); $(PY) -m sphinx -W --keep-going -q -c docs . build/docs; \
+	  echo "build/docs/index.html after $$(($$(date +%s) - start)) s"
 
 test: $(READY)  ## everything: export, README, notebooks, tests, outputs
 	@$(PY) tests/steps.py

@@ -21,6 +21,15 @@ def shown(
     return cell
 
 
+def cleaned(
+    nb   # notebook node, changed in place
+):       # nb as readers see it
+    "Without directives and hidden cells, and with the language of its code, which nbdev_clean drops."
+    nb.cells = [c for c in map(shown, nb.cells) if c is not None]
+    nb.metadata["language_info"] = {"name": "python"}
+    return nb
+
+
 def relinked(
     text   # Markdown written in nbs/
 ):         # Markdown for the root
@@ -33,9 +42,7 @@ def render(
     notebook   # path of a notebook
 ):             # dict file name -> bytes: README.md and its pictures
     "The README and the pictures in it."
-    nb = nbformat.read(notebook, 4)
-    nb.cells = [c for c in map(shown, nb.cells) if c is not None]
-    nb.metadata["language_info"] = {"name": "python"}                  # nbdev_clean drops it; code fences need it
+    nb = cleaned(nbformat.read(notebook, 4))
     body, resources = MarkdownExporter().from_notebook_node(nb, resources={"output_files_dir": "README_files", "unique_key": "README"})
     body = re.sub(r"```python\s*```", "", body)                        # what echo: false leaves
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in body.splitlines())).strip()

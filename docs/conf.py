@@ -1,0 +1,75 @@
+"""The site, built by `make docs` without a network.
+
+Its source folder is the repository: pages keep their paths, and a link leads on the site where it leads in a clone.
+Notebooks are shown with the outputs that are stored in them; nothing is executed."""
+import json, re, sys
+from pathlib import Path
+
+root = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(root), str(root/"docs")]
+import api, mathml, readme
+from ega import __version__
+
+project, author, copyright, version = "ega", "ega authors", "2026, ega authors", __version__
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "CHANGELOG.md"]
+exclude_patterns = [".*", "build", "_*", "docs/_*", "**.egg-info", "**/.ipynb_checkpoints"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+
+nb_execution_mode = "off"
+nb_render_markdown_format = "myst"
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+myst_update_mathjax = False
+html_math_renderer = "mathml"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+add_module_names = False
+
+html_theme = "furo"
+html_title = f"ega {version}"
+html_static_path, html_css_files, templates_path = ["_static"], ["site.css"], ["_templates"]
+html_additional_pages = {"index": "front.html"}      # the root of the site leads to docs/index
+html_copy_source = html_show_sphinx = False
+
+
+def chapters():
+    "The groups of chapters, as README.md has them: {group: [(title, path)]}."
+    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", (root/"README.md").read_text(), re.M)
+    return {group: re.findall(r"\[([^\]]+)\]\((nbs/[^)]+)\)", links) for group, links in rows}
+
+
+def toctrees():
+    "A table of contents for each group of chapters."
+    return "\n\n".join("\n".join(["```{toctree}", ":hidden:", f":caption: {group[0].upper()}{group[1:]}", "", *(f"../{path}" for _, path in of), "```"]) for group, of in chapters().items())
+
+
+def read(app, name, source):
+    "A notebook without its plumbing; the first page with the chapters."
+    if name.startswith("nbs/"):
+        import nbformat
+        nb = readme.cleaned(nbformat.reads(source[0], 4))
+        for cell in nb.cells:                                          # anchors: Jupyter keeps capitals, a site does not
+            if cell.cell_type == "markdown": cell.source = re.sub(r"\]\((\S*)(#[^)\s]+)\)", lambda m: m[0] if ":" in m[1] else f"]({m[1]}{m[2].lower()})", cell.source)
+        source[0] = json.dumps(nb)
+    elif name == root_doc: source[0] = source[0].replace("<!-- chapters -->", toctrees())
+
+
+def check(app, error):
+    "Links between the pages of the built site; a dead one is a warning, and `make docs` fails on those."
+    from sphinx.util import logging
+    if error or app.builder.format != "html": return
+    pages = [Path(app.outdir, app.builder.get_outfilename(name)) for name in sorted(app.env.found_docs)]
+    dead = api.dead_links(pages)
+    for page, link in dead: logging.getLogger("docs").warning("%s: dead link %s", page.relative_to(app.outdir), link)
+
+
+def setup(app):
+    from pygments.lexers.sql import PostgresLexer
+    app.add_lexer("sql", PostgresLexer)                                # $1 is no error
+    api.write(root/"docs/api", chapters(), root)
+    app.add_html_math_renderer("mathml", (mathml.inline, None), (mathml.block, None))
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", api.explain)
+    app.connect("autodoc-skip-member", api.skip)
+    app.connect("build-finished", check)
