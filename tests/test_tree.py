@@ -1,4 +1,4 @@
-"""What is tracked: no paths of one machine, nothing heavy, one version said in several places, links that lead somewhere."""
+"""What is tracked: no paths of one machine, nothing heavy, one version said in several places."""
 import re, subprocess
 from pathlib import Path
 
@@ -60,21 +60,3 @@ def test_one_version():
         "CHANGELOG.md": said("CHANGELOG.md", r"^## \[?([\d.]+)"),
     }
     assert len(set(versions.values())) == 1, versions
-
-
-def dead_links(
-    page   # path of a Markdown file
-):         # targets that do not exist
-    "Links of a page that lead to no file of the repository."
-    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
-    return [t for t in targets if not re.match(r"[a-z]+:", t) and not (page.parent/t).exists()]
-
-
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name):
-    assert dead_links(root/name) == []
-
-
-def test_a_dead_link_is_named(tmp_path):
-    (tmp_path/"page.md").write_text("[a](page.md) [b](gone.md) [c](https://example.org) [d](#here)")
-    assert dead_links(tmp_path/"page.md") == ["gone.md"]
