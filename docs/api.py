@@ -53,13 +53,16 @@ def skip(app, what, name, obj, skip, options):
     return True if not name.split(".")[-1].isupper() or len(repr(obj)) > 120 else None
 
 
-def modules(chapters, root):
-    "{group: [(module, title of its chapter, path of its chapter)]}."
-    def module(path):
-        cells = json.loads((root/path).read_text())["cells"]
-        found = re.match(r"#\| default_exp (\w+)", "".join(cells[0]["source"]))
-        return found and found[1]
-    return {group: rows for group, of in chapters.items() if (rows := [(module(path), title, path) for title, path in of if module(path)])}
+def modules(
+    chapters,   # {group: [(title, path)]}
+    root        # of the repository
+):              # {group: [(module, its claim, title of its chapter, path of its chapter)]}
+    "What the chapters export."
+    def exported(title, path):
+        cells = ["".join(c["source"]) for c in json.loads((root/path).read_text())["cells"][:3]]
+        names, claims = (re.findall(pattern, "\n".join(cells), re.M) for pattern in (r"^#\| default_exp (\w+)", r"^> (.+)$"))
+        return [(name, claims[0], title, path) for name in names]
+    return {group: rows for group, of in chapters.items() if (rows := [row for chapter in of for row in exported(*chapter)])}
 
 
 def write(
@@ -70,10 +73,11 @@ def write(
     "Write the pages that changed."
     pages, lists = {}, []
     for group, of in modules(chapters, root).items():
-        lists += [f"## {group[0].upper()}{group[1:]}", "", "```{toctree}", ":maxdepth: 1", "", *(f"{m}" for m, _, _ in of), "```", ""]
-        for m, title, path in of:
+        lists += [f"## {group[0].upper()}{group[1:]}", "", *(f"- [ega.{m}]({m}.md): {claim}" for m, claim, _, _ in of), "", "```{toctree}", ":hidden:", "", *(m for m, *_ in of), "```", ""]
+        for m, _, title, path in of:
             pages[f"{m}.md"] = f"# ega.{m}\n\nWritten and proved in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
-    pages["modules.md"] = "# API\n\nOne page a module. What stands behind each parameter is the comment in its source.\n\n" + "\n".join(lists)
+    if missing := {f"{f.stem}.md" for f in (root/"ega").glob("[a-z]*.py")} - set(pages): raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
+    pages["modules.md"] = "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n" + "\n".join(lists)
     folder.mkdir(exist_ok=True)
     for old in set(folder.glob("*.md")) - {folder/name for name in pages}: old.unlink()
     for name, text in pages.items():

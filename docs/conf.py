@@ -49,8 +49,9 @@ def read(app, name, source):
     if name.startswith("nbs/"):
         import nbformat
         nb = readme.cleaned(nbformat.reads(source[0], 4))
-        for cell in nb.cells:                                          # anchors: Jupyter keeps capitals, a site does not
-            if cell.cell_type == "markdown": cell.source = re.sub(r"\]\((\S*)(#[^)\s]+)\)", lambda m: m[0] if ":" in m[1] else f"]({m[1]}{m[2].lower()})", cell.source)
+        for cell in nb.cells:
+            if cell.cell_type == "code" and not cell.source: cell.source, cell.metadata["tags"] = "...", ["remove-input"]     # echo: false
+            if cell.cell_type == "markdown": cell.source = re.sub(r"\]\((\S*)(#[^)\s]+)\)", lambda m: m[0] if ":" in m[1] else f"]({m[1]}{m[2].lower()})", cell.source)      # Jupyter keeps capitals
         source[0] = json.dumps(nb)
     elif name == root_doc: source[0] = source[0].replace("<!-- chapters -->", toctrees())
 
