@@ -23,7 +23,7 @@ paper: $(READY)  ## committed results -> tables, figures, paper/report.pdf
 
 docs: $(READY)  ## chapters, tutorials, API -> build/docs/index.html, without a network
 	@$(PY) -c 'import furo, latex2mathml, myst_nb' 2>/dev/null || { echo "Adding Sphinx to .venv ..."; $(PY) -m pip install -qq -c constraints.txt -e '.[docs]'; }
-	@start=$$(date +%s); $(PY) -m sphinx -E -W --keep-going -q -c docs . build/docs; \
+	@start=$$(date +%s); $(PY) -m sphinx -E -W --keep-going -q -c docs . build/docs && \
 	  echo "build/docs/index.html after $$(($$(date +%s) - start)) s"
 
 test: $(READY)  ## everything: export, README, notebooks, tests, outputs

@@ -53,16 +53,28 @@ def skip(app, what, name, obj, skip, options):
     return True if not name.split(".")[-1].isupper() or len(repr(obj)) > 120 else None
 
 
+def exported(
+    path   # of a notebook
+):         # (name of the module it exports or None, its claim)
+    "What the first cells of a chapter say."
+    head = "\n".join("".join(c["source"]) for c in json.loads(path.read_text())["cells"][:3])
+    name, claim = (re.search(pattern, head, re.M) for pattern in (r"^#\| default_exp (\w+)", r"^> (.+)$"))
+    return name and name[1], claim[1]
+
+
 def modules(
     chapters,   # {group: [(title, path)]}
     root        # of the repository
 ):              # {group: [(module, its claim, title of its chapter, path of its chapter)]}
     "What the chapters export."
-    def exported(title, path):
-        cells = ["".join(c["source"]) for c in json.loads((root/path).read_text())["cells"][:3]]
-        names, claims = (re.findall(pattern, "\n".join(cells), re.M) for pattern in (r"^#\| default_exp (\w+)", r"^> (.+)$"))
-        return [(name, claims[0], title, path) for name in names]
-    return {group: rows for group, of in chapters.items() if (rows := [row for chapter in of for row in exported(*chapter)])}
+    rows = {group: [(*exported(root/path), title, path) for title, path in of] for group, of in chapters.items()}
+    return {group: kept for group, of in rows.items() if (kept := [row for row in of if row[0]])}
+
+
+def top():
+    "What the package itself gives, as Markdown."
+    import ega
+    return ["## The package", "", *(f"- `from ega import {', '.join(names)}`, of [ega.{m}]({m}.md)" for m, names in ega._HOMES.items()), ""]
 
 
 def write(
@@ -77,7 +89,7 @@ def write(
         for m, _, title, path in of:
             pages[f"{m}.md"] = f"# ega.{m}\n\nWritten and proved in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
     if missing := {f"{f.stem}.md" for f in (root/"ega").glob("[a-z]*.py")} - set(pages): raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
-    pages["modules.md"] = "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n" + "\n".join(lists)
+    pages["modules.md"] = "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n" + "\n".join([*top(), *lists])
     folder.mkdir(exist_ok=True)
     for old in set(folder.glob("*.md")) - {folder/name for name in pages}: old.unlink()
     for name, text in pages.items():

@@ -44,14 +44,31 @@ def toctrees():
     return "\n\n".join("\n".join(["```{toctree}", ":hidden:", f":caption: {group[0].upper()}{group[1:]}", "", *(f"../{path}" for _, path in of), "```"]) for group, of in chapters().items())
 
 
+def lowered(
+    text   # Markdown
+):         # the same
+    "Anchors as the site writes them; Jupyter keeps capitals."
+    return re.sub(r"\]\((?![a-z]+:)([^)\s#]*)(#[^)\s]+)\)", lambda m: f"]({m[1]}{m[2].lower()})", text)
+
+
+def shown(
+    cell   # of a notebook, changed in place
+):
+    "Formulas in tables; outputs whose source is not shown, which myst-nb would drop; links."
+    if cell.cell_type == "markdown": cell.source = lowered(cell.source)
+    elif not cell.source: cell.source, cell.metadata["tags"] = "...", ["remove-input"]
+    for out in cell.get("outputs", []):
+        if "text/html" in out.get("data", {}): out["data"]["text/html"] = mathml.tabled(out["data"]["text/html"])
+
+
 def read(app, name, source):
     "A notebook without its plumbing; the first page with the chapters."
     if name.startswith("nbs/"):
         import nbformat
         nb = readme.cleaned(nbformat.reads(source[0], 4))
-        for cell in nb.cells:
-            if cell.cell_type == "code" and not cell.source: cell.source, cell.metadata["tags"] = "...", ["remove-input"]     # echo: false
-            if cell.cell_type == "markdown": cell.source = re.sub(r"\]\((\S*)(#[^)\s]+)\)", lambda m: m[0] if ":" in m[1] else f"]({m[1]}{m[2].lower()})", cell.source)      # Jupyter keeps capitals
+        for cell in nb.cells: shown(cell)
+        module, _ = api.exported(root/f"{name}.ipynb")
+        if module: nb.cells.append(nbformat.v4.new_markdown_cell(f"The module of this chapter: [ega.{module}](../docs/api/{module}.md)."))
         source[0] = json.dumps(nb)
     elif name == root_doc: source[0] = source[0].replace("<!-- chapters -->", toctrees())
 

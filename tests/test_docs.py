@@ -1,10 +1,11 @@
 """The pages: their code runs and prints what they show, their links lead somewhere, and the site builds without a warning."""
-import ast, contextlib, doctest, importlib.util, io, json, os, re, subprocess, sys
+import ast, contextlib, doctest, io, json, os, re, subprocess, sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import api
 from ega import read_pack
 from ega.runs import METHODS, machine
 
@@ -13,13 +14,6 @@ PAGES = [root/"README.md", *sorted((root/"docs/tutorials").glob("*.md"))]
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"      # there every digit must be the same; elsewhere a decimal may move by POINTS
 POINTS = 1.
-
-
-def loaded(name):
-    "A module of docs/, which is no package."
-    spec = importlib.util.spec_from_file_location(name, root/f"docs/{name}.py")
-    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    return module
 
 
 # The code of a page
@@ -165,7 +159,6 @@ def test_a_dead_link_is_named(tmp_path):
 # The site
 
 def test_comments_become_explanations():
-    api = loaded("api")
     assert api.comments("def f(\n    x, y,  # rows\n    *,\n    k=1  # how many\n):  # the sum\n    'Adds.'\n    return x  # not this\n") == [("x, y", "rows"), ("k", "how many"), ("", "the sum")]
     assert api.comments("class A:\n    n: int  # how many\n    m: int\n") == [("n", "how many")]
     assert api.comments("class A:\n    'A.'\n    def __init__(self,\n        d  # columns\n    ): self.d = d\n    def f(self): pass\n") == [("d", "columns")]
@@ -174,7 +167,6 @@ def test_comments_become_explanations():
 
 
 def test_dead_ends_of_a_site_are_named(tmp_path):
-    api = loaded("api")
     (tmp_path/"a.html").write_text('<a href="b.html#x">b</a> <a href="b.html#y">b</a> <a href="#z">z</a> <img src="c.png?v=1"> <a href="https://example.org">w</a>')
     (tmp_path/"b.html").write_text('<p id="x">')
     assert api.dead_links([tmp_path/"a.html"]) == [(tmp_path/"a.html", link) for link in ("#z", "b.html#y", "c.png?v=1")]
@@ -187,3 +179,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path/"site").rglob("*.html"))
     assert not [p for p in pages if re.search(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//', p.read_text())]       # nothing is fetched
+    assert not [p for p in pages if re.search(r"<t[hd][^>]*>[^<]*\$", p.read_text())]                                            # every formula is drawn
+    assert (tmp_path/"site/index.html").exists() and len(pages) > len(LINKED)

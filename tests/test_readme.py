@@ -1,13 +1,8 @@
 """README.md from the first notebook: what is dropped, kept and relinked."""
-import importlib.util
-from pathlib import Path
-
 import nbformat.v4 as nbf
 import nbformat, pytest
 
-root = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("readme", root/"docs/readme.py")
-readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
+import readme
 
 
 @pytest.fixture
