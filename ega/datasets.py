@@ -77,6 +77,8 @@ def image_folder(
     y, classes = encode_labels([p[0] if len(p) > 1 else None for p in parts])
     return _source(root.resolve().name, [root/p for p in files], [p.as_posix() for p in files], y, [p.parts[0] if splits else "" for p in files], classes, {})
 
+def _one_image(path): return _source(path.stem, [path], [path.name], [-1], [""], (), {})
+
 # %% ../nbs/10_datasets.ipynb #image-archive
 def image_archive(
     path   # .npz file with arrays data, offsets, labels, names, ids, split
@@ -145,13 +147,13 @@ SETS = {
 
 # %% ../nbs/10_datasets.ipynb #open-source
 def open_source(
-    path   # folder of images, .npz, .csv or .json
+    path   # folder of images, one image, .npz, .csv or .json
 ):         # Source
     "The source that a path stands for."
     path = Path(path)
     if path.is_dir(): return image_folder(path)
-    kinds = {".npz": image_archive, ".csv": table, ".json": intents}
-    if not path.is_file() or path.suffix.lower() not in kinds: raise InputError(f"{path}: expected a folder of images or a file ending in {', '.join(kinds)}" + ("" if path.exists() else "; it does not exist"))
+    kinds = {".npz": image_archive, ".csv": table, ".json": intents} | dict.fromkeys(IMAGES, _one_image)
+    if not path.is_file() or path.suffix.lower() not in kinds: raise InputError(f"{path}: expected a folder of images, an image, or a file ending in .npz, .csv or .json" + ("" if path.exists() else "; it does not exist"))
     return kinds[path.suffix.lower()](path)
 
 # %% ../nbs/10_datasets.ipynb #mend-torchvision

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from .core import InputError, as_labels, as_rows, atomic_path, check_unit, normalize, require, streams
-from .metrics import bootstrap, lp_at_k
+from .metrics import ar_at_k, bootstrap, displacement, lp_at_k
 from .search import ivf_sweep, knn, loo_knn
 
 # %% ../nbs/17_report.ipynb #kinds
@@ -45,7 +45,7 @@ def outcomes(
     if len(rows) < k + 9: raise InputError(f"a report needs at least {k + 9} labelled rows, got {len(rows)}; label more")
     found = [loo_knn(v[rows], k + 8) for v in (x, z)]
     hits = [lp_at_k(f, y[rows], y[rows]) for f in found]
-    moved = np.linalg.norm(z[rows] - x[rows], axis=1) if x.shape == z.shape else np.full(len(rows), np.nan)
+    moved = displacement(z[rows], x[rows]) if x.shape == z.shape else np.full(len(rows), np.nan)
     return pd.DataFrame({"row": rows, "label": y[rows], "kind": kind[rows], "before": hits[0], "after": hits[1],
                          "near_before": list(rows[found[0].I[:, :k]]), "near_after": list(rows[found[1].I[:, :k]]), "moved": moved})
 
@@ -108,14 +108,14 @@ def spread(
     *,
     sample=4000,    # rows looked at
     seed=0          # of the draw
-):                  # Spread: mean cosine of two rows; effective rank of the centred rows, 1 to d
+):                  # Spread: mean cosine of two rows; effective rank of the centred rows, 1 to d, or 0 when all are one
     "How much of the sphere is in use: exp of the entropy of the spectrum (Roy and Vetterli 2007)."
+    from ega.theory import effective_rank
     x = x[np.sort(streams(seed).eval.permutation(len(x))[:sample])].astype(np.float64)
     mean = x.mean(0)
     cosine = (len(x)*(mean @ mean) - 1)/(len(x) - 1)
-    v = np.linalg.svd(x - mean, compute_uv=False)**2
-    p = v[v > 0]/v.sum()
-    return Spread(float(cosine), float(np.exp(-(p*np.log(p)).sum())))
+    variance = np.linalg.svd(x - mean, compute_uv=False)**2
+    return Spread(float(cosine), effective_rank(variance) if variance.any() else 0.)
 
 def collapsed(
     before, after,   # Spread of the frozen and of the adapted rows
@@ -140,7 +140,7 @@ def indexed(
     out = {"nprobe": probes}
     for name, v in (("before", x), ("after", z)):
         exact, found = knn(v[q], v[b], 10), ivf_sweep(v[q], v[b], nlist=lists, nprobes=probes, k=10)
-        out[name] = [100*np.mean([len(np.intersect1d(a, e))/10 for a, e in zip(found[p].I, exact.I)]) for p in probes]
+        out[name] = [100*ar_at_k(found[p], exact, 10).mean() for p in probes]
         out["scanned"] = [100*float(found[p].scanned.mean()) for p in probes]
     return pd.DataFrame(out)[["nprobe", "scanned", "before", "after"]]
 
@@ -166,7 +166,7 @@ def compare(
     def back(a): return keep[np.asarray(a)]
     numbered = rows.assign(row=back(rows.row), near_before=[back(a) for a in rows.near_before], near_after=[back(a) for a in rows.near_after])
     free = np.flatnonzero(y < 0)
-    unlabelled = float(np.linalg.norm(z[free] - x[free], axis=1).mean()) if len(free) and x.shape == z.shape else float("nan")
+    unlabelled = float(displacement(z[free], x[free]).mean()) if len(free) and x.shape == z.shape else float("nan")
     return Comparison(numbered, by_kind(rows, seed), by_class(numbered), along(x[keep], z[keep], y[keep], kind[keep], seed=seed), spread(x[keep]), spread(z[keep]),
                       indexed(x[keep], z[keep], seed=seed), n, len(keep) if len(keep) < n else 0, unlabelled)
 

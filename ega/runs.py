@@ -378,7 +378,7 @@ def over_alphas(
             hit, rng = lp_at_k(found, of.y[b], yq, p.index.k), streams(config.split_seed).eval
             pos, neg = pair_distances(e[at], yq, rng)
             rows.append(dict(query_set=query_set, alpha=alpha, n=len(q), gallery=len(b), lp1=float(hit.mean()), **_distances(pos, neg), rho_final=rho,
-                             displacement=float(np.linalg.norm(e[at] - of.x[q], axis=1).mean()) if e.shape[1] == of.dim else float("nan"),
+                             displacement=float(displacement(e[at], of.x[q]).mean()) if e.shape[1] == of.dim else float("nan"),
                              query=np.int32(q), query_class=np.int32(yq), hit=np.float32(hit)))
     return pd.DataFrame(rows).assign(index="exact", k=p.index.k, nlist=0, nprobe=0, **_origin(config, es, other))
 

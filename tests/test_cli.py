@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from test_runs import make_packs
 
 from ega import cli
@@ -185,3 +186,50 @@ def test_rerun_takes_runs_of_every_task(experiment, rows, monkeypatch, capsys):
     monkeypatch.chdir(HERE)
     runs = pd.read_parquet(HERE/f"data/results/{experiment}.parquet", columns=["run_id", "method", "benchmark"]).query("method == 'frozen' and benchmark == 'grocery'")
     assert cli.main(["rerun", runs.run_id.iloc[0]]) == 0 and f"{rows} of {rows} rows equal" in capsys.readouterr().out
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    "A pack of 60 rows of 6 classes, and an adapter of them."
+    from ega.adapters import Linear, save_adapter
+    from ega.core import normalize
+    from ega.data import EmbeddingSet, write_pack
+    rng = np.random.default_rng(0)
+    es = EmbeddingSet(normalize(rng.standard_normal((60, 8), dtype=np.float32)), np.repeat(np.arange(6), 10), [f"r{i}" for i in range(60)], ["train", "test"]*30, tuple("abcdef"), {"set": "s", "encoder": "e"})
+    adapter = Linear(8)
+    with torch.no_grad(): adapter.weight.copy_(torch.from_numpy(.4*rng.standard_normal((8, 8), dtype=np.float32)))
+    write_pack(es, tmp_path/"rows.parquet", dtype="float32"); save_adapter(adapter, tmp_path/"a.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return es, adapter
+
+
+@pytest.mark.parametrize("place, raw", (("db/t.lance", "vector"), ("versions", None)), ids=("lancedb", "faiss"))
+def test_a_store_is_migrated_switched_and_asked(store, place, raw, capsys):
+    "Beside what is served, then instead of it; the answers are those of exact search in the adapted space; the way back is one command."
+    pytest.importorskip("lancedb" if raw else "faiss")
+    from ega.adapters import transform
+    from ega.search import knn
+    (es, adapter), ask = store, ("search", "a.safetensors", place, "rows.parquet", "-k", "3", "--json")
+    def says(*args): code = cli.main(list(args)); out = capsys.readouterr(); return code, out.out, out.err
+    assert says("migrate", "a.safetensors", place, "--rows", "rows.parquet", "--quiet")[1].endswith(f"served: {raw or 'none'} (--switch serves the new ones)\n")
+    assert says(*ask)[0] == 2                                               # nothing adapted is served yet
+    code, out, _ = says("migrate", "a.safetensors", place, "--rows", "rows.parquet", "--switch", "--json", "--quiet")
+    about = json.loads(out)
+    assert code == 0 and about["rows"] == 60 and about["before"] == raw and about["serves"] == about["version"]
+    z = transform(adapter, es.x)
+    hits, exact = json.loads(says(*ask)[1]), knn(z, z, 3)
+    assert [h["id"] for h in hits] == es.ids[exact.I].ravel().tolist() and [h["query"] for h in hits[::3]] == es.ids.tolist()
+    assert np.allclose([h["distance"] for h in hits], np.sqrt(np.maximum(exact.D, 0)).ravel(), atol=1e-3)
+    shown = says("search", "a.safetensors", place, "rows.parquet", "-k", "1")[1].splitlines()
+    assert shown[0].split() == ["query", "rank", "distance", "id"] and shown[1].split() == ["r0", "1", "0.000", "r0"] and len(shown) == 61
+    if raw:
+        assert {h["id"] for h in json.loads(says(*ask, "--where", "split = 'test'")[1])} <= set(es.ids[1::2])
+        assert says("migrate", "a.safetensors", place, "--switch", "vector")[0] == 0 and says(*ask)[0] == 2
+    else: assert says(*ask, "--where", "x = 1")[0] == 2
+    assert says("migrate", "a.safetensors", place, "--rows", "rows.parquet", "--switch", "nonsense", "--quiet")[0] == 2
+
+
+def test_a_shell_learns_to_complete_every_command():
+    pytest.importorskip("shtab")
+    done = run("completion", "bash")
+    assert done.returncode == 0 and all(f"_shtab_ega_{c}" in done.stdout for c in ("embed", "fit", "migrate", "search", "report"))

@@ -85,7 +85,7 @@ def test_intents_in_file_order_with_unknown_rows_last(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match="c.json"): intents(path)
     for name in ("none.json", "file.txt"):
-        with pytest.raises(InputError, match="expected a folder of images or a file ending in"): open_source(tmp_path/name)
+        with pytest.raises(InputError, match="expected a folder of images, an image, or a file ending in"): open_source(tmp_path/name)
 
 
 def test_table_of_images(tmp_path):

@@ -7,7 +7,7 @@ from ega.closed_form import LDA, WCCN
 from ega.core import message, normalize
 from ega.data import EmbeddingSet
 from ega.index import as_map
-from ega.lance import AdaptedTable, create_table, migrate_table, served, switch
+from ega.lance import AdaptedTable, migrate_table, open_table, served, switch, write_table
 from ega.search import knn
 
 lancedb = pytest.importorskip("lancedb", reason="needs LanceDB: pip install 'ega[deploy]'")
@@ -24,7 +24,7 @@ WHITE, LOW = WCCN(.3).fit(x, y), LDA(5).fit(x, y)
 
 
 @pytest.fixture
-def table(tmp_path): return create_table(tmp_path/"db", "t", SET, batch=128)
+def table(tmp_path): return write_table(tmp_path/"db"/"t.lance", SET, batch=128)
 
 
 def exact(adapter, k): m = as_map(adapter); return knn(m.transform(xq), m.transform(x), k)
@@ -93,3 +93,15 @@ def test_two_adapters_side_by_side_and_back(table):
     (lambda t: migrate_table(t, np.eye(3, dtype="f4")), "3 numbers"), (lambda t: migrate_table(t, WHITE, source="nothing"), "columns"), (lambda t: migrate_table(t, WHITE, key="label"), "distinctly"),
     (lambda t: switch(t, "adapted_0"), "no column"), (lambda t: served(t, "nothing"), "no column"), (lambda t: AdaptedTable(t, Linear(D)), "raw vectors")])
 def test_bad_input_is_named(table, call, words): assert words in message(lambda: call(table))
+
+
+def test_a_table_is_found_by_its_place_and_filled_where_a_write_stopped(tmp_path):
+    place = tmp_path/"db"/"t.lance"
+    write_table(place, SET.take(slice(0, 110)), batch=50)
+    table = write_table(place, SET, batch=50)                              # the rest, and nothing twice
+    assert table.to_arrow()["id"].to_pylist() == SET.ids.tolist() and set(table.to_arrow()["class"].to_pylist()) == set(SET.classes)
+    assert write_table(place, SET).count_rows() == N == open_table(place).count_rows()
+    narrow = EmbeddingSet(np.eye(3, dtype=np.float32), [0, 1, 2], ["p", "q", "r"], [""]*3, tuple("abc"), {})
+    assert "got 16" in message(lambda: write_table(place, narrow)) and "NAME.lance" in message(lambda: write_table(tmp_path/"t", SET))
+    (tmp_path/"hollow.lance").mkdir()
+    for wrong, words in ((tmp_path/"none.lance", "there is none"), (tmp_path, "another ending"), (tmp_path/"hollow.lance", "cannot be opened")): assert words in message(lambda: open_table(wrong))
