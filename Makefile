@@ -51,7 +51,7 @@ hooks: $(READY)  ## in this clone only: check before a commit, merge by cell
 	@echo "Notebooks merge by cell; make check runs before a commit (git commit --no-verify skips it)."
 
 clean:  ## remove caches; runs in build/ and .venv stay
-	@rm -rf _nbval _proc .pytest_cache .hypothesis *.egg-info nbs/.ipynb_checkpoints
+	@rm -rf _nbval _proc docs/api .pytest_cache .hypothesis *.egg-info nbs/.ipynb_checkpoints
 	@find ega nbs tests docs paper -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp holds the folder it was made in: a moved or copied tree would go on importing the old one.
