@@ -7,7 +7,7 @@ NOTICES := .venv/share/jupyter/lab/settings/overrides.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce paper docs test check bench export lab hooks clean always
+.PHONY: help setup reproduce paper docs test quick check bench export lab hooks clean always
 
 help:  ## show these lines
 	@echo "usage: make TARGET"; echo
@@ -27,10 +27,13 @@ docs: $(READY)  ## chapters, tutorials, API -> build/docs/index.html, without a 
 	  echo "build/docs/index.html after $$(($$(date +%s) - start)) s"
 
 test: $(READY)  ## everything: export, README, notebooks, tests, outputs
-	@$(PY) tests/steps.py
+	@$(PY) tests/steps.py test
 
-check: $(READY)  ## the quick part of test, in seconds: export, README, form
-	@$(PY) tests/steps.py --quick
+quick: $(READY)  ## the part of test that takes seconds: export, README, form
+	@$(PY) tests/steps.py quick
+
+check: $(READY)  ## test, then the docs site and the lowest versions promised
+	@$(PY) tests/steps.py check
 
 bench: $(READY)  ## time ega beside what you would otherwise use; 10 minutes
 	@$(BIN)/ega bench
@@ -48,7 +51,7 @@ hooks: $(READY)  ## in this clone only: check before a commit, merge by cell
 	@git config merge.nbdev-merge.name "merge notebooks cell by cell"
 	@git config merge.nbdev-merge.driver "$(BIN)/nbdev_merge %O %A %B %P"
 	@git config core.hooksPath .githooks
-	@echo "Notebooks merge by cell; make check runs before a commit (git commit --no-verify skips it)."
+	@echo "Notebooks merge by cell; make quick runs before a commit (git commit --no-verify skips it)."
 
 clean:  ## remove caches; runs in build/ and .venv stay
 	@rm -rf _nbval _proc docs/api .pytest_cache .hypothesis *.egg-info nbs/.ipynb_checkpoints

@@ -175,8 +175,14 @@ def _fit(args):
     s = adapter.selection_
     if args.json: print(json.dumps({k: getattr(s, k) for k in ("method", "alpha", "reason", "classes")} | {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_, "table": json.loads(s.table.to_json(orient="records"))}))
     else:
-        print(s.table.drop(columns=[c for c in s.table if c.endswith("bound")] + ["reason"], errors="ignore").to_string(index=False, float_format="{:.1f}".format, formatters={"alpha": "{:g}".format}) if len(s.table) else "", end="\n\n" if len(s.table) else "")
+        if len(s.table): print(_candidates(s.table), end="\n\n")
         print(f"{s.method}{'' if s.frozen else f' at {s.alpha:g}'}: {s.reason}\n{args.out}")
+
+def _candidates(table):
+    "What each candidate did on seen classes and on those held out, in points with intervals."
+    import pandas as pd
+    def points(r, q): return f"{r[q]:+.1f} [{r[q + '_low']:+.1f}, {r[q + '_high']:+.1f}]"
+    return pd.DataFrame({"method": table.method, "alpha": table.alpha.map("{:g}".format), **{title: [points(r, q) for _, r in table.iterrows()] for title, q in (("seen classes", "seen"), ("held-out classes", "unseen"))}, "verdict": table.verdict}).to_string(index=False)
 
 # %% ../nbs/18_cli.ipynb #evaluate
 def _evaluate(args):

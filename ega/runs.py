@@ -148,11 +148,11 @@ def objective_of(
     if config.kind == "triplet":
         if config.sampler not in ("in_batch", "whole_set"): raise InputError(f"sampler must be in_batch or whole_set, got {config.sampler!r}")
         objective = in_batch(config.margin) if config.sampler == "in_batch" else whole_set(config.margin, index, self_positive=config.self_positive)
-    elif config.kind in ("supcon", "icon", "icon_self_included", "nca_half_repulsion"):
+    elif config.kind in ("supcon", "nca", "icon", "icon_self_included", "nca_half_repulsion"):
         objective = dense(partial(getattr(losses, config.kind), tau=config.tau))
     elif config.kind in ("cosface", "proxy_anchor"):
         objective = proxied(partial(getattr(losses, config.kind), margin=config.margin, tau=config.tau), index, torch.as_tensor(x, device=device))
-    else: raise InputError(f"loss kind must be triplet, supcon, icon, icon_self_included, nca_half_repulsion, cosface or proxy_anchor, got {config.kind!r}")
+    else: raise InputError(f"loss kind must be triplet, supcon, nca, icon, icon_self_included, nca_half_repulsion, cosface or proxy_anchor, got {config.kind!r}")
     return preserving(objective, config.lam) if config.lam else objective
 
 # %% ../nbs/11_runs.ipynb #geometry-of
@@ -573,7 +573,7 @@ _curve = replace(_once, task="curve")
 # %% ../nbs/11_runs.ipynb #a78aef4b
 GRIDS = {
     "full": {
-        "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3)),
+        "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3), seeds=(0, 1, 2)),
         "in_distribution": Grid("in_distribution", ("tiny200", "clinc150")),
         "long": replace(_once, benchmarks=("cub100",), methods=("frozen", *_trained), hidden=2048, epochs=150),
         "leak_closed": replace(_leak, protocol="gallery_fitted"),
@@ -581,7 +581,7 @@ GRIDS = {
         "lora_rank8": Grid("unseen", EMBEDDED, ("lora_supcon", "lora_triplet"), splits=(42, 0, 1), seeds=(0,), rank=8),
         "rivals": replace(_once, methods=("frozen", *RIVALS)),
         "index": replace(_once, task="index"),
-        "recipe": Grid("unseen", EMBEDDED, ("frozen", "recipe"), epochs=8, splits=tuple(range(20)), seeds=(0,)),
+        "recipe": Grid("unseen", EMBEDDED, ("frozen", "wccn", "lda", "recipe"), epochs=8, splits=tuple(range(20)), seeds=(0,)),
         "sweeps": Sweep(replace(_once, benchmarks=_three), _moves),
         "ablation": replace(_once, methods=("frozen", "ega_block", *ABLATIONS)),
         "backbones": replace(_once, benchmarks=("cub100 lite2",)),

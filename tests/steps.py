@@ -1,7 +1,5 @@
-"""`make test`: every check of the repository, one after the other, each with its time; all run even if one fails.
-
-`--quick` keeps the checks that take seconds."""
-import os, subprocess, sys, time
+"""`make quick`, `make test`, `make check`: the checks of the repository, one after the other, each with its time; all run even if one fails."""
+import os, shutil, subprocess, sys, time
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
@@ -13,11 +11,15 @@ QUICK = {
     "README in sync with nbs/index.ipynb": ["python", "docs/readme.py", "--check"],
     "layers, form of notebooks, tracked files": ["python", "-m", "pytest", "-q", *form],
 }
-FULL = {
+TEST = {
     **dict(list(QUICK.items())[:2]),
     "every notebook runs (nbdev_test)": ["nbdev_test", "--n_workers", "2"],
     "tests (pytest)": ["python", "-m", "pytest", "-q"],
     "stored results are what the notebooks show (nbval)": ["python", "tests/nbval_copies.py", "--run"],
+}
+CHECK = TEST | {
+    "the docs site builds without a warning": ["make", "docs"],
+    "the lowest versions that pyproject.toml promises": ["python", "tests/minimum.py"],
 }
 
 
@@ -33,7 +35,7 @@ def run(steps):
     for i, (name, command) in enumerate(steps.items(), 1):
         print(f"[{i}/{len(steps)}] {name}", flush=True)
         t = time.perf_counter()
-        code = subprocess.run([bin_/command[0], *command[1:]], cwd=root, env=environment()).returncode
+        code = subprocess.run([shutil.which(command[0], path=environment()["PATH"]), *command[1:]], cwd=root, env=environment()).returncode
         if code: failed.append(name)
         print(f"      {'FAILED' if code else 'ok'}, {time.perf_counter() - t:.1f} s\n", flush=True)
     print(f"{len(steps) - len(failed)} of {len(steps)} steps passed in {time.perf_counter() - start:.0f} s")
@@ -42,4 +44,4 @@ def run(steps):
 
 
 if __name__ == "__main__":
-    sys.exit(bool(run(QUICK if "--quick" in sys.argv else FULL)))
+    sys.exit(bool(run({"quick": QUICK, "test": TEST, "check": CHECK}[sys.argv[1]])))

@@ -34,7 +34,7 @@ def root(tmp_path_factory):
 
 def run(*args, cwd=None):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", "import sys; from ega.cli import main; sys.exit(main())", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "ega", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def test_help_is_quick_and_loads_nothing_heavy():

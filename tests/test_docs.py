@@ -71,7 +71,7 @@ def clone(tmp_path, monkeypatch):
     "A folder that looks like a clone, with `ega` on the path, and the files that the first page takes for granted."
     for name in ("data", "nbs", "paper"): (tmp_path/name).symlink_to(root/name)
     (tmp_path/"bin").mkdir()
-    (tmp_path/"bin/ega").write_text(f"#!/bin/sh\nexec '{sys.executable}' -c 'import sys; from ega.cli import main; sys.exit(main())' \"$@\"\n")
+    (tmp_path/"bin/ega").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m ega \"$@\"\n")
     (tmp_path/"bin/ega").chmod(0o755)
     es = read_pack(root/"data/packs/clinc150__all_minilm_l6_v2.parquet")
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
