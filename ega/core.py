@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STREAMS', 'Streams', 'UNREADABLE', 'UNFOLDED', 'Labelled', 'FIXTURES', 'InputError', 'require', 'message', 'as_rows',
            'normalize', 'check_unit', 'as_labels', 'encode_labels', 'streams', 'torch_generator', 'pick_device',
-           'atomic_path', 'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv', 'open_npy', 'read_npz',
-           'on_circle', 'simplex']
+           'locked', 'atomic_path', 'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv', 'open_npy',
+           'read_npz', 'on_circle', 'simplex']
 
 # %% ../nbs/00_core.ipynb #8be2c454
 import csv, hashlib, importlib, json, math, os, struct, tempfile, tokenize, zipfile, zlib
@@ -161,6 +161,22 @@ def pick_device(
     if device.type == "cuda" and not torch.cuda.is_available(): raise InputError(f"device {str(device)!r} was asked for, but torch sees no CUDA device; use device='cpu'")
     return device
 
+# %% ../nbs/00_core.ipynb #locked
+@contextmanager
+def locked(
+    path,        # a folder, or a file that is made if need be
+    wait=False   # for another process to leave, instead of an InputError
+):               # context
+    "Keep other processes out; the kernel unlocks when this one dies."
+    try: import fcntl
+    except ImportError: yield; return                                   # not on Windows
+    f = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try: fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error: raise InputError(f"{path} is being written by another process; wait for it") from error
+        yield
+    finally: os.close(f)
+
 # %% ../nbs/00_core.ipynb #atomic-path
 def _umask():
     "The permissions that new files of this process go without."
@@ -178,7 +194,10 @@ def atomic_path(
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        try: yield temporary
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError": raise
+            raise OSError(f"{path} cannot be written: {brief(error)}") from error      # a full disk has an error of its own there
         with open(temporary, "rb") as f: os.fsync(f.fileno())
         temporary.chmod(0o666 & ~_umask())                     # mkstemp made it private
         temporary.replace(path)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter, parameter_count, save_adapter, transform
-from .core import UNREADABLE, InputError, brief, open_npy, pick_device, read_json, require
+from .core import UNREADABLE, InputError, brief, locked, open_npy, pick_device, read_json, require
 from .core import normalize as to_unit
 from .data import KEYS, dequantize, open_parquet, quantize
 
@@ -200,18 +200,6 @@ def _noted(
     if not target.exists(): return noted["rows"]
     if noted["rows"] == owner["rows"]: return -1                           # killed between the last two steps
     raise InputError(f"{target} exists already; remove it or choose another target")
-
-# %% ../nbs/15_deploy.ipynb #locked
-@contextmanager
-def _locked(path):
-    "Keep a second process from the same file; the kernel unlocks it when this one dies."
-    with open(path, "ab") as f:
-        try:
-            import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError: pass                                        # not on Windows
-        except BlockingIOError as error: raise InputError(f"{path} is being written by another process; wait for it") from error
-        yield
 
 # %% ../nbs/15_deploy.ipynb #pump
 def _pump(
@@ -399,7 +387,7 @@ def _one(
     tick(rows.n if done == -1 else done or 0, True)
     if done != -1:
         part.touch()
-        with _locked(part):
+        with locked(part):
             try: _fill(adapter, rows, target, owner, done or 0, how, tick)
             except InputError:                                             # a bad row in the first block: nothing worth keeping
                 if not json.loads(journal.read_text())["rows"]: part.unlink(); journal.unlink()

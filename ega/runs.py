@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 import ega
-from .core import UNREADABLE, InputError, atomic_path, brief, normalize, pick_device, read_csv, streams, torch_generator
+from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator
 from .closed_form import LDA, PCA, WCCN, Probe
 from .data import open_parquet, pack_path, read_pack, row_split
 from .metrics import ar_at_k, displacement, lp_at_k, pair_distances, replicates, separation
@@ -431,20 +431,23 @@ class Store:
 
     def ids(self):
         "Run ids that are done."
-        done = set(_read_parquet(self.path, ["run_id"]).run_id) if self.path.exists() else set()
-        return done | {p.stem for p in self.parts.glob("*.parquet")}
+        done = {p.stem for p in self.parts.glob("*.parquet")}             # first: seal moves them to the file
+        return done | (set(_read_parquet(self.path, ["run_id"]).run_id) if self.path.exists() else set())
 
     def add(self, rows):
         "Keep the rows of one run."
         run_id, = rows.run_id.unique()
-        if run_id not in self.ids():
+        if run_id in self.ids(): return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.parent, wait=True):                      # or seal takes the folder of parts away
             with atomic_path(self.parts/f"{run_id}.parquet") as temporary: rows.to_parquet(temporary, compression="zstd", index=False)
 
     def read(self, columns=None):
         "All rows, sorted by run and query set; `columns` saves reading the per-query lists."
-        files = [p for p in (self.path, *sorted(self.parts.glob("*.parquet"))) if p.exists()]
-        if not files: raise InputError(f"no results at {self.path}; run the grid first (make reproduce)")
-        frame = pd.concat([_read_parquet(p, columns) for p in files], ignore_index=True)
+        found = [f for p in sorted(self.parts.glob("*.parquet")) if (f := _read_parquet(p, columns, may_go=True)) is not None]
+        found = ([_read_parquet(self.path, columns)] if self.path.exists() else []) + found        # last: what seal took from the parts meanwhile is here
+        if not found: raise InputError(f"no results at {self.path}; run the grid first (make reproduce)")
+        frame = pd.concat(found, ignore_index=True)
         keys = [c for c in _KEYS if c in frame]
         frame = frame.drop_duplicates(keys).sort_values(keys, ignore_index=True) if keys else frame
         return frame if columns is None else frame[list(columns)]
@@ -459,16 +462,21 @@ class Store:
 
     def seal(self):
         "Gather the parts into the one file and remove them."
-        parts = sorted(self.parts.glob("*.parquet"))
-        if parts:
-            self.write(self.read())
-            for p in parts: p.unlink(missing_ok=True)
-        if self.parts.exists() and not any(self.parts.iterdir()): self.parts.rmdir()
+        if not self.parts.exists(): return
+        with locked(self.path.parent, wait=True):                      # two at once would each write without the other's parts
+            parts = sorted(self.parts.glob("*.parquet"))
+            if parts:
+                self.write(self.read())
+                for p in parts: p.unlink(missing_ok=True)
+            done = self.ids()
+            for p in self.parts.glob(".*.tmp"):                        # of a process that was killed while it wrote
+                if ".parquet." in p.name or p.name.split(".")[1] in done: p.unlink(missing_ok=True)
+            if self.parts.exists() and not any(self.parts.iterdir()): self.parts.rmdir()
 
 # %% ../nbs/11_runs.ipynb #read-parquet
 _KEYS = ("run_id", "query_set", "nlist", "nprobe", "k", "alpha")      # of a row of any task
 
-def _read_parquet(path, columns):
+def _read_parquet(path, columns, may_go=False):
     "A table, with its keys whatever columns are asked for: without them rows of two runs could look alike."
     try:
         names = open_parquet(path).schema_arrow.names
@@ -477,6 +485,7 @@ def _read_parquet(path, columns):
         if strange := [c for c in ("run_id", "config") if c in frame and not all(type(v) is str for v in frame[c].tolist())]: raise TypeError(f"{strange[0]} is not always a text")
         return frame
     except Exception as error:                                    # pyarrow raises a dozen kinds for a broken file
+        if may_go and not path.exists(): return None              # sealed meanwhile
         raise InputError(f"{path} is no readable table of results ({brief(error)}); delete it and run the grid again") from error
 
 def read_results(
