@@ -8,7 +8,7 @@ __all__ = ['Map', 'TRAIN', 'PULLS', 'Distilled', 'Evened', 'as_map', 'save_map',
            'migrate_index', 'SentenceAdapter']
 
 # %% ../nbs/15_index.ipynb #1e6a66af
-import json, shutil
+import json, re, shutil
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -217,6 +217,8 @@ def _hash(path):
         while piece := f.read(2**20): digest.update(piece)
     return digest.hexdigest()[:16]
 
+_OURS = re.compile(r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|\.(index|ids|about)\..*\.tmp")      # what a save that was killed leaves
+
 def save_index(
     index,     # AdaptedIndex
     folder     # a new one, or one that holds an index, which is replaced
@@ -224,7 +226,7 @@ def save_index(
     "Write index, map and ids; `about.json` last."
     from safetensors.numpy import save_file
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder/"about.json").exists(): raise InputError(f"{folder} holds other things; name a new folder")
+    if folder.exists() and not (folder/"about.json").exists() and not all(_OURS.fullmatch(f.name) for f in folder.iterdir()): raise InputError(f"{folder} holds other things; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     kept = [_put(folder, "index", ".faiss", lambda t: _faiss().write_index(index.index, str(t)))]
     if index.ids.dtype.kind == "i": kept.append(_put(folder, "ids", ".safetensors", lambda t: save_file({"ids": index.ids}, t)))
@@ -235,6 +237,7 @@ def save_index(
     with atomic_path(folder/"about.json") as t: t.write_text(json.dumps(about, indent=1))
     for old in {*folder.glob("index-*"), *folder.glob("ids-*")} - {folder/name for name in kept}: old.unlink()
     for old in {*folder.glob("adapter-*")} - {keep}: shutil.rmtree(old)
+    for old in folder.glob(".*.tmp"): old.unlink(missing_ok=True)
     return folder
 
 # %% ../nbs/15_index.ipynb #load-index
