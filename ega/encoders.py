@@ -369,7 +369,9 @@ def _bind(
 ):              # folder of shards
     "The folder of shards of this plan; an `InputError` when it belongs to another."
     folder = out.with_name(out.name + ".shards")
-    if out.exists() and not restart: raise InputError(f"{out} is there already; delete it, or pass restart=True to make it again")
+    if out.exists() and not restart:
+        if folder.is_dir() and all(p.stat().st_mtime_ns <= out.stat().st_mtime_ns for p in folder.iterdir()): shutil.rmtree(folder)      # killed between the last two steps
+        raise InputError(f"{out} is there already; delete it, or pass restart=True to make it again")
     try: found = read_json(folder/"plan.json", "the plan of shards")
     except InputError: found = None
     if found != plan and any(folder.glob("*.npz")):
