@@ -236,7 +236,8 @@ def row_split(
     "Divide the labelled rows into parts."
     y = as_labels(y, min_classes=1)
     if min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9: raise InputError(f"fractions must be >= 0 and add up to 1, got {tuple(fractions)}")
-    groups = [np.flatnonzero(y == c) for c in np.unique(y[y >= 0])] if stratify else [np.flatnonzero(y >= 0)]
+    order = np.argsort(y, kind="stable")[(y < 0).sum():]                         # class after class
+    groups = np.split(order, np.flatnonzero(np.diff(y[order])) + 1) if stratify else [np.sort(order)]
     parts = [[] for _ in fractions]
     for g in groups:
         cuts = _cuts(len(g), fractions, rng.random())

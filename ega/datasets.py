@@ -299,7 +299,8 @@ def per_class_rows(
 ):             # sorted int64 row numbers
     "Some rows of each class, the same for the same seed."
     y, rng = as_labels(y), np.random.default_rng(seed)
-    return np.sort(np.concatenate([rng.permutation(np.flatnonzero(y == c))[:per_class] for c in np.unique(y[y >= 0])]))
+    order = np.argsort(y, kind="stable")[(y < 0).sum():]                         # class after class
+    return np.sort(np.concatenate([rng.permutation(g)[:per_class] for g in np.split(order, np.flatnonzero(np.diff(y[order])) + 1)]))
 
 # %% ../nbs/10_datasets.ipynb #list
 _GET = {"imagenet": "download ILSVRC 2012 from image-net.org after signing in and name the folder that holds train/",
