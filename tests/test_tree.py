@@ -70,7 +70,7 @@ def dead_links(
     return [t for t in targets if not re.match(r"[a-z]+:", t) and not (page.parent/t).exists()]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md"])
 def test_links_lead_somewhere(name):
     assert dead_links(root/name) == []
 
@@ -78,3 +78,10 @@ def test_links_lead_somewhere(name):
 def test_a_dead_link_is_named(tmp_path):
     (tmp_path/"page.md").write_text("[a](page.md) [b](gone.md) [c](https://example.org) [d](#here)")
     assert dead_links(tmp_path/"page.md") == ["gone.md"]
+
+
+def test_every_promise_names_a_test_that_is_there():
+    "SECURITY.md says what is promised and what shows it."
+    known = {name for f in (root/"tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", f.read_text(), re.M)} | {f.stem for f in (root/"tests").glob("test_*.py")}
+    named = re.findall(r"`(test_\w+)(?:\.py)?`", (root/"SECURITY.md").read_text())
+    assert len(named) > 9 and not set(named) - known
