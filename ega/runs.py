@@ -465,16 +465,18 @@ class Store:
         if not self.parts.exists(): return
         with locked(self.path.parent, wait=True):                      # two at once would each write without the other's parts
             parts = sorted(self.parts.glob("*.parquet"))
-            if parts:
-                self.write(self.read())
-                for p in parts: p.unlink(missing_ok=True)
-            done = self.ids()
-            for p in self.parts.glob(".*.tmp"):                        # of a process that was killed while it wrote
-                if ".parquet." in p.name or p.name.split(".")[1] in done: p.unlink(missing_ok=True)
-            if self.parts.exists() and not any(self.parts.iterdir()): self.parts.rmdir()
+            if parts: self.write(self.read())
+            _sweep(self.parts, parts, self.ids())
 
 # %% ../nbs/11_runs.ipynb #read-parquet
 _KEYS = ("run_id", "query_set", "nlist", "nprobe", "k", "alpha")      # of a row of any task
+
+def _sweep(folder, parts, done):
+    "Remove parts that are in the table, what killed processes were writing of finished runs, and the folder when it is empty."
+    for p in parts: p.unlink(missing_ok=True)
+    for p in folder.glob(".*.tmp"):
+        if ".parquet." in p.name or p.name.split(".")[1] in done: p.unlink(missing_ok=True)
+    if folder.exists() and not any(folder.iterdir()): folder.rmdir()
 
 def _read_parquet(path, columns, may_go=False):
     "A table, with its keys whatever columns are asked for: without them rows of two runs could look alike."
