@@ -213,7 +213,7 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path, key, value):
     with pytest.raises(InputError, match="in this folder"): IndexStore(tmp_path/"s").open()
 
 
-@pytest.mark.parametrize("ending", (".part", ".part.json", ".part.tmp", ""))
+@pytest.mark.parametrize("ending", (".part", ".part.json", ".part.tmp", ".part.json.part.tmp", ""))
 def test_a_link_planted_beside_a_target_is_never_written_through(tmp_path, ending):
     "In a folder that others may write to, a link under the name of a temporary file must not lead the write elsewhere."
     from ega.deploy import transform_file

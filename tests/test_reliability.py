@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -152,8 +153,9 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
             for i in range(each): store.add(result(w*each + i)); store.add(result(i)); store.seal() if i % 3 == w else None
         return work
     def reader():
-        store, seen = runs.Store(tmp_path/"r", "unseen"), 0
+        store, seen, end = runs.Store(tmp_path/"r", "unseen"), 0, time.monotonic() + 120
         while seen < many*each:
+            assert time.monotonic() < end, "a run was lost"
             ids = store.ids()
             assert len(ids) >= seen
             seen = len(ids)
