@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .core import InputError, as_rows, atomic_path, check_unit, fingerprint, pick_device
+from .core import UNREADABLE, InputError, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device
 
 # %% ../nbs/02_adapters.ipynb #touched
 def _touched(
@@ -392,8 +392,8 @@ def _opened(path):
         with safe_open(path, "pt") as f: about, state = json.loads((f.metadata() or {})["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
         kind, sizes, _ = about["kind"], dict(about["sizes"]), about["fingerprint"]
         if not isinstance(kind, str): raise TypeError(f"kind is {kind!r}")
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: expected a whole file written by ega.adapters.save_adapter, but it cannot be read ({str(error).splitlines()[0][:80]}); copy or save it again") from error
+    except (SafetensorError, *UNREADABLE) as error:
+        raise InputError(f"{path}: expected a whole file written by ega.adapters.save_adapter, but it cannot be read ({brief(error)}); copy or save it again") from error
     return about, state
 
 # %% ../nbs/02_adapters.ipynb #load-adapter
@@ -407,11 +407,11 @@ def load_adapter(
     if set(about["sizes"]) != set(names): raise InputError(f"{path}: {about['kind']} needs the sizes {names}, got {sorted(about['sizes'])}; save the adapter again")
     try:
         with torch.device("meta"): adapter = kind(**about["sizes"], gen=torch.Generator())    # shapes only: nothing is allocated on a file's word
-    except (InputError, TypeError, RuntimeError) as error: raise InputError(f"{path}: {about['sizes']} make no {about['kind']} ({error}); save the adapter again") from error
+    except (InputError, TypeError, RuntimeError) as error: raise InputError(f"{path}: {str(about['sizes'])[:80]} make no {about['kind']} ({brief(error)}); save the adapter again") from error
     expected, found = ({k: list(t.shape) for k, t in s.items()} for s in (adapter.state_dict(), state))
     if wrong := [k for k in expected | found if expected.get(k) != found.get(k)]:
         raise InputError(f"{path}: weight {wrong[0]} must have shape {expected.get(wrong[0])}, got {found.get(wrong[0])}; the file belongs to other sizes: save the adapter again")
-    if len({t.dtype for t in state.values()}) > 1 or not all(t.is_floating_point() for t in state.values()):
+    if len(found := {t.dtype for t in state.values()}) > 1 or not found <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         raise InputError(f"{path}: weights must be of one floating type, got {sorted({str(t.dtype) for t in state.values()})}; save the adapter again")
     for k, t in state.items():
         if not t.isfinite().all(): raise InputError(f"{path}: weight {k} has NaN or inf; train again with a lower learning rate")

@@ -278,7 +278,7 @@ def ground(
         job, now = looped(start, whole_set_loss(start))
         job.before(); job.work()
         with atomic_path(path) as t: torch.save(now.adapter.state_dict(), t)
-    return Ground(x, y, torch.load(path), size)
+    return Ground(x, y, torch.load(path, weights_only=True), size)
 
 # %% ../nbs/19_bench.ipynb #looped
 def looped(

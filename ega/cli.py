@@ -125,11 +125,11 @@ TOLERANCE = 1.   # points of LP@1 by which a run may differ on another kind of p
 
 def _stored(folder, run_id):
     "Name of the experiment and rows of one run, by the first digits of its id."
-    from pyarrow.parquet import read_schema
     from ega.core import InputError
+    from ega.data import open_parquet
     from ega.runs import read_results
     for path in sorted(folder.glob("*.parquet")):
-        if "run_id" not in read_schema(path).names: continue
+        if "run_id" not in open_parquet(path).schema_arrow.names: continue
         ids = {i for i in read_results(folder, path.stem, ["run_id"]).run_id if i.startswith(run_id)}
         if len(ids) > 1: raise InputError(f"{run_id!r} begins {len(ids)} run ids; give more digits")
         if ids: rows = read_results(folder, path.stem); return path.stem, rows[rows.run_id == ids.pop()]
@@ -137,21 +137,25 @@ def _stored(folder, run_id):
 
 def _rerun(args):
     "Train one stored run again and compare digits, whatever its task."
+    import numpy as np
+    from ega.core import InputError
     from ega.runs import RunConfig, config_from, execute, machine, one_thread
     root = repository()
     name, rows = _stored(Path(args.results or root/"data/results"), args.run_id)
-    r, config = rows.iloc[0], json.loads(rows.config.iloc[0])
-    print(f"{name} {r.run_id}, ega {r.version} on {r.machine}\n{json.dumps(config)}")
+    r, config = rows.iloc[0], config_from(RunConfig, rows.config.iloc[0])
+    print(f"{name} {r.run_id}, ega {r.get('version')} on {r.get('machine')}\n{r.config}")
     one_thread()
     keys, value = [c for c in ("query_set", "nlist", "nprobe", "k", "alpha") if c in rows], "lp1" if "lp1" in rows else "lp"
-    again = execute(config_from(RunConfig, config), Path(args.packs or root/"data/packs"), device="cpu")
+    again = execute(config, Path(args.packs or root/"data/packs"), device="cpu")
+    if strange := [c for c in (*keys, value, "n") if c not in rows or rows[c].dtype.kind != again[c].dtype.kind]: raise InputError(f"{name}: column {strange[0]} is missing or of another type than in a run made now; take the table from the repository")
+    if "neighbour" in again and ("neighbour" not in rows or any(np.shape(o) != (n,) for o, n in zip(rows.neighbour, rows.n))): raise InputError(f"{name}: column neighbour must hold one row number for each of the n queries; take the table from the repository")
     both = rows.merge(again, on=keys, suffixes=("", "_now"))
     off = 100*(both[value] - both[f"{value}_now"]).abs()
     for query_set, b in both.groupby("query_set", sort=False):
         b, first = b.sort_values(keys), b.sort_values(keys).iloc[0]
         moved = f"   first neighbours changed {int(sum((o != n).sum() for o, n in zip(b.neighbour, b.neighbour_now)))}" if "neighbour" in b else f"   {(b[value] == b[value + '_now']).sum()} of {len(b)} rows equal"
         print(f"{query_set:17s} n {first.n:6d}   LP@{first.k} stored {first[value]:.6f}  now {first[value + '_now']:.6f}{moved}")
-    same = r.machine == machine()
+    same = r.get("machine") == machine()
     if len(both) < len(rows) or off.max() > (0 if same else TOLERANCE): raise RuntimeError(f"LP differs by {off.max():.2f} points; expected {'equal digits on the same kind of machine' if same else f'at most {TOLERANCE:g} on another kind of machine'}")
 
 # %% ../nbs/18_cli.ipynb #read
@@ -426,5 +430,6 @@ def main(
     try: args.run(args)
     except InputError as error: print(f"ega: {error}", file=sys.stderr); return 2
     except KeyboardInterrupt: print("ega: interrupted; run the same command again to go on", file=sys.stderr); return 130
-    except (OSError, RuntimeError, ImportError) as error: print(f"ega: {error}", file=sys.stderr); return 1
+    except MemoryError as error: print(f"ega: not enough memory ({error}); take fewer rows or a larger machine", file=sys.stderr); return 1
+    except (OSError, RuntimeError, ImportError, ArithmeticError) as error: print(f"ega: {' '.join(str(error).split())[:1000]}", file=sys.stderr); return 1
     return 0

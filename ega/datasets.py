@@ -6,14 +6,14 @@
 __all__ = ['IMAGES', 'SETS', 'Rows', 'Card', 'DATASETS', 'Source', 'file_hash', 'image_folder', 'image_archive', 'table',
            'intents', 'open_source', 'mend_torchvision', 'per_class_rows', 'open_dataset', 'released_class_split']
 
-# %% ../nbs/10_datasets.ipynb #db55a826
-import csv, hashlib, importlib.util, json, os, shutil, sys, tarfile, zipfile
+# %% ../nbs/10_datasets.ipynb #22db6f0c
+import csv, hashlib, importlib.util, json, os, pickle, shutil, sys, tarfile
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from .core import InputError, as_labels, encode_labels, require
+from .core import UNREADABLE, InputError, as_labels, encode_labels, read_csv, read_json, read_npz, require
 from .data import ClassSplit
 
 # %% ../nbs/10_datasets.ipynb #source
@@ -85,12 +85,12 @@ def image_archive(
 ):         # Source
     "Images that lie one after another in one NumPy archive."
     path = Path(path)
-    try:
-        with np.load(path, allow_pickle=False) as z: a = {k: z[k] for k in ("data", "offsets", "labels", "names", "ids", "split")}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: expected an .npz archive with arrays data, offsets, labels, names, ids and split, got {type(error).__name__}; write it with numpy.savez") from error
-    data, offsets = a["data"], a["offsets"]
-    if len(offsets) != len(a["ids"]) + 1 or offsets[-1] != len(data): raise InputError(f"{path}: offsets must have {len(a['ids']) + 1} values and end at {len(data)}, got {len(offsets)} ending at {offsets[-1]}")
+    a = read_npz(path, ("data", "offsets", "labels", "names", "ids", "split"))
+    data, offsets, n = a["data"], a["offsets"], len(np.atleast_1d(a["ids"]))
+    for k, kinds in {"data": "u", "offsets": "iu", "labels": "iu", "names": "U", "ids": "U", "split": "U"}.items():
+        if a[k].ndim != 1 or a[k].dtype.kind not in kinds: raise InputError(f"{path}: {k} must be one row of {'texts' if kinds == 'U' else 'integers'}, got {a[k].dtype} of shape {a[k].shape}; write it with numpy.savez")
+    if len(offsets) != n + 1 or n == 0 or offsets[0] < 0 or offsets[-1] != len(data) or (np.diff(offsets.astype(np.int64)) < 0).any(): raise InputError(f"{path}: offsets must be {n + 1} ascending values that end at {len(data)}, got {len(offsets)} ending at {offsets[-1:].tolist()}")
+    if not len(a["labels"]) == len(a["split"]) == n or a["labels"].min() < -1 or a["labels"].max() >= len(a["names"]): raise InputError(f"{path}: labels and split must be one for each of {n} images, labels numbers of the {len(a['names'])} names or -1; got {len(a['labels'])} and {len(a['split'])}")
     known = SETS.get(path.stem, {})
     return Source(known.get("set", path.stem), "image", a["ids"].tolist(), a["labels"].astype(np.int64), a["split"].tolist(), tuple(a["names"].tolist()),
                   lambda i: data[offsets[i]:offsets[i + 1]].tobytes(), file_hash(path), known)
@@ -101,15 +101,16 @@ def table(
 ):         # Source
     "The texts of a table, or the images it names."
     path = Path(path)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as f: rows = list(csv.DictReader(f))
-    except (OSError, UnicodeDecodeError, csv.Error) as error: raise InputError(f"{path}: expected a UTF-8 .csv file ({error})") from error
-    column = next((c for c in ("text", "image") if rows and c in rows[0]), None)
-    if column is None: raise InputError(f"{path}: expected a header with a column 'text' or 'image' and at least one row, got {list(rows[0]) if rows else 'no rows'}")
-    y, classes = encode_labels([r.get("label") for r in rows])
-    items = [r[column] or "" for r in rows]
-    ids = [r.get("id") or (str(i) if column == "text" else items[i]) for i, r in enumerate(rows)]
-    return _source(path.stem, items if column == "text" else [path.parent/i for i in items], ids, y, [r.get("split") or "" for r in rows], classes, {})
+    columns = read_csv(path, "a UTF-8 .csv file")
+    column = next((c for c in ("text", "image") if columns.get(c)), None)
+    if column is None: raise InputError(f"{path}: expected a header with a column 'text' or 'image' and at least one row, got {list(columns)[:9] if any(columns.values()) else 'no rows'}")
+    items, nothing = columns[column], [""]*len(columns[column])
+    y, classes = encode_labels(columns.get("label", nothing))
+    ids = [name or (str(i) if column == "text" else items[i]) for i, name in enumerate(columns.get("id", nothing))]
+    if column == "image":
+        if away := [i for i in items if Path(i).is_absolute() or ".." in Path(i).parts]: raise InputError(f"{path}: images must lie below the table's own folder, got {away[0]!r}; put the table above them")
+        items = [path.parent/i for i in items]
+    return _source(path.stem, items, ids, y, columns.get("split", nothing), classes, {})
 
 # %% ../nbs/10_datasets.ipynb #intents
 def intents(
@@ -117,12 +118,13 @@ def intents(
 ):         # Source
     "Texts in the form of CLINC150; out-of-scope rows have label -1."
     path = Path(path)
+    content = read_json(path, "a JSON object of lists of [text, intent]", cure="use a .csv for other texts")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         order = sorted(content, key=lambda s: (s.startswith("oos"), ["train", "val", "test"].index(s.removeprefix("oos_"))))
         rows = [(s, i, text, "" if s.startswith("oos") else intent) for s in order for i, (text, intent) in enumerate(content[s])]
         if not rows: raise ValueError("no texts")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        if not all(isinstance(r[2], str) and isinstance(r[3], str) for r in rows): raise TypeError("not all are texts")
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"{path}: expected a JSON object of lists of [text, intent] under train, val, test, oos_train, oos_val, oos_test, got {type(error).__name__}; use a .csv for other texts") from error
     y, classes = encode_labels([r[3] for r in rows])
     known = SETS["clinc150"]
@@ -299,7 +301,8 @@ def per_class_rows(
 ):             # sorted int64 row numbers
     "Some rows of each class, the same for the same seed."
     y, rng = as_labels(y), np.random.default_rng(seed)
-    return np.sort(np.concatenate([rng.permutation(np.flatnonzero(y == c))[:per_class] for c in np.unique(y[y >= 0])]))
+    order = np.argsort(y, kind="stable")[(y < 0).sum():]                         # class after class
+    return np.sort(np.concatenate([rng.permutation(g)[:per_class] for g in np.split(order, np.flatnonzero(np.diff(y[order])) + 1)]))
 
 # %% ../nbs/10_datasets.ipynb #list
 _GET = {"imagenet": "download ILSVRC 2012 from image-net.org after signing in and name the folder that holds train/",
@@ -310,7 +313,7 @@ def _list(card, name, root, splits, download):
     how = _GET.get(name, "run this where a network is, or copy the set's files there from such a machine")
     try: return card.read(root, card.key, splits, download and name not in _GET)
     except InputError as error: raise InputError(f"{name}: {error}") from error
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, EOFError, tarfile.TarError, zipfile.BadZipFile) as error:      # no network, no files, half an archive, other files
+    except (*UNREADABLE, tarfile.TarError, pickle.UnpicklingError) as error:      # no network, no files, half an archive, other files
         said = str(error).replace(" You can use download=True to download it", "")
         raise InputError(f"{name}: expected its files in {root} or a way to download them, got {type(error).__name__} ({said[:160]}); {how}") from error
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter, parameter_count, save_adapter, transform
-from .core import InputError, pick_device, require
+from .core import UNREADABLE, InputError, brief, locked, open_npy, pick_device, read_json, require
 from .core import normalize as to_unit
-from .data import KEYS, dequantize, quantize
+from .data import KEYS, dequantize, open_parquet, quantize
 
 # %% ../nbs/15_deploy.ipynb #npy
 Rows = namedtuple("Rows", "path n blocks column pack")     # column, pack: of Parquet; pack is its description
@@ -30,9 +30,7 @@ def _npy(
     dim     # columns it must have; None: any
 ):          # Rows
     "The rows of a NumPy file; or what is wrong with it."
-    try: head = np.lib.format.open_memmap(path, mode="r")               # only to check the header against the size of the file
-    except Exception as error:                                         # a damaged header is evaluated, and fails in any way
-        raise InputError(f"{path}: expected a whole .npy file of rows, but it cannot be read ({str(error).splitlines()[0][:80] if str(error) else type(error).__name__}); copy or save it again") from error
+    head = open_npy(path)                                              # a map: only its header is looked at
     if head.dtype.kind != "f" or head.dtype.itemsize > 8: raise InputError(f"{path}: expected float16, float32 or float64, got {head.dtype}; convert it with .astype('float32')")
     if head.ndim != 2 or 0 in head.shape: raise InputError(f"{path}: expected rows of shape (n, {dim or 'd'}), got {head.shape}; save a matrix with at least one row")
     if dim not in (None, head.shape[1]): raise InputError(f"{path}: expected {dim} columns, as the adapter has, got {head.shape[1]}; were the vectors made by another encoder?")
@@ -50,20 +48,9 @@ def _npy_blocks(path, dtype, offset, shape, first, size):
             yield a.reshape(-1, shape[1])
 
 # %% ../nbs/15_deploy.ipynb #parquet
-def _parquet(
-    path   # Parquet file
-):         # pyarrow.parquet.ParquetFile
-    "Open a Parquet file for reading by pages, checksums verified; or what is wrong with it."
-    import pyarrow as pa, pyarrow.parquet as pq
-    try:
-        f = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True)    # without the two: a row group in memory
-        [field.name for field in f.schema_arrow]
-        return f
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error: raise _broken(path, error) from error
-
 def _broken(path, error):
     "The error for a Parquet file that cannot be read."
-    return InputError(f"{path}: expected a whole Parquet file, but it cannot be read ({str(error).splitlines()[0][:80]}); copy or write it again")
+    return InputError(f"{path}: expected a whole Parquet file, but it cannot be read ({brief(error)}); copy or write it again")
 
 def _tables(
     path,      # Parquet file
@@ -73,7 +60,7 @@ def _tables(
 ):             # yields pyarrow.Table
     "Tables of equal size, whatever the row groups are."
     import pyarrow as pa
-    f = _parquet(path)
+    f = open_parquet(path)
     ends = np.cumsum([f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)])
     start = int(np.searchsorted(ends, first, side="right"))
     skip, held = first - (int(ends[start - 1]) if start else 0), None
@@ -96,7 +83,7 @@ def _vectors(
     "Find the column of vectors."
     import pyarrow.types as t
     try: about = json.loads((schema.metadata or {})[b"ega"])
-    except (KeyError, ValueError): about = None
+    except UNREADABLE: about = None
     if column in (None, "code") and isinstance(about, dict) and {"code", "scale"} <= set(schema.names):
         if missing := [k for k in KEYS if k not in about]: raise InputError(f"{path}: the description of the pack lacks {', '.join(missing)}; write the file with ega.write_pack")
         return "code", about
@@ -146,10 +133,11 @@ def rows_in(
     if not path.is_file(): raise InputError(f"{path}: no such file; expected .npy, .parquet or a folder of them")
     if path.suffix == ".npy": return _npy(path, dim)
     if path.suffix != ".parquet": raise InputError(f"{path}: expected the ending .npy or .parquet, got {path.suffix!r}; rename or convert it")
-    f = _parquet(path)
+    f = open_parquet(path)
     if not f.metadata.num_rows: raise InputError(f"{path}: expected at least one row, got none; leave the file out")
     name, pack = _vectors(path, f.schema_arrow, column)
-    if dim is None: dim = pack["dim"] if pack else len(next(_tables(path, [name], 0, 1))[name][0].as_py() or ())
+    if dim is None: dim = pack["dim"] if pack else next((len(t[name][0].as_py() or ()) for t in _tables(path, [name], 0, 1)), 0)
+    if type(dim) is not int or dim < 1: raise InputError(f"{path}: expected vectors of at least one number in column {name!r}, got {str(dim)[:40]!r}; write the file again")
     return Rows(path, f.metadata.num_rows, partial(_parquet_blocks, path, name, pack, dim), name, pack)
 
 # %% ../nbs/15_deploy.ipynb #checked
@@ -184,6 +172,7 @@ def _beside(target): return target.with_name(target.name + ".part"), target.with
 def _whole(path):
     "A name beside path, always the same, so that what a kill leaves there is written over; it becomes path when the block ends well."
     beside = path.with_name(path.name + ".part.tmp")
+    beside.unlink(missing_ok=True)                                      # were it a link, another file would be written over
     try: yield beside
     except BaseException: beside.unlink(missing_ok=True); raise
     with open(beside, "rb+") as f: os.fsync(f.fileno())
@@ -199,31 +188,18 @@ def _noted(
 ):            # rows on disk; None: nothing was begun; -1: complete
     "What an earlier run left. Raises `InputError` where it was meant for something else."
     part, journal = _beside(target)
-    try: noted = json.loads(journal.read_text())
-    except (FileNotFoundError, NotADirectoryError): noted = None
-    except (OSError, ValueError) as error: raise InputError(f"{journal}: expected a journal of an earlier run, but it cannot be read; delete it and {part.name} to start afresh") from error
-    if noted is None:
+    if strange := next((p for p in (part, journal) if p.is_symlink()), None): raise InputError(f"{strange} is a link, expected what an earlier run left or nothing; remove it")
+    if not journal.exists():
         for path in (target, part):
-            if path.exists(): raise InputError(f"{path} exists already; remove it or choose another target")
+            if path.exists() or path.is_symlink(): raise InputError(f"{path} exists already; remove it or choose another target")
         return None
-    if not isinstance(noted, dict) or not isinstance(noted.get("rows"), int) or not isinstance(noted.get("owner"), dict): raise InputError(f"{journal}: expected a journal of an earlier run, got something else; delete it and {part.name} to start afresh")
+    noted = read_json(journal, "a journal of an earlier run", cure=f"delete it and {part.name} to start afresh")
+    if type(noted.get("rows")) is not int or not 0 <= noted["rows"] <= owner["rows"] or not isinstance(noted.get("owner"), dict): raise InputError(f"{journal}: expected a journal of an earlier run, got something else; delete it and {part.name} to start afresh")
     if differ := [k for k in owner if noted["owner"].get(k) != json.loads(json.dumps(owner[k]))]:
         raise InputError(f"{part} was begun with another {' and '.join(differ)}; run that command again, choose another target, or delete {part.name} and {journal.name} to start afresh")
     if not target.exists(): return noted["rows"]
     if noted["rows"] == owner["rows"]: return -1                           # killed between the last two steps
     raise InputError(f"{target} exists already; remove it or choose another target")
-
-# %% ../nbs/15_deploy.ipynb #locked
-@contextmanager
-def _locked(path):
-    "Keep a second process from the same file; the kernel unlocks it when this one dies."
-    with open(path, "ab") as f:
-        try:
-            import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError: pass                                        # not on Windows
-        except BlockingIOError as error: raise InputError(f"{path} is being written by another process; wait for it") from error
-        yield
 
 # %% ../nbs/15_deploy.ipynb #pump
 def _pump(
@@ -333,7 +309,8 @@ def _hashes(
 def _prove(rows, d):
     "Refuse a pack that was changed after writing."
     try: found = _hashes(rows.path, rows.pack, rows.n, d, rows.blocks(0, 2**14))
-    except (KeyError, TypeError, AttributeError) as error: raise InputError(f"{rows.path}: expected the columns of a pack ({error}); write the file with ega.write_pack") from error
+    except InputError: raise
+    except UNREADABLE as error: raise InputError(f"{rows.path}: expected the columns of a pack ({brief(error)}); write the file with ega.write_pack") from error
     for key, value in zip(("sha256", "sha256_rest"), found):
         if value != rows.pack[key]: raise InputError(f"{rows.path}: {key} should be {str(rows.pack[key])[:12]}.., the file gives {value[:12]}..; it was changed after writing: copy or embed it again")
 
@@ -347,7 +324,7 @@ def _schema(
 ):            # pyarrow.Schema of the target
     "The source's columns with another column of vectors; the description of a pack made anew."
     import pyarrow as pa
-    old, d = _parquet(rows.path).schema_arrow, adapter.d
+    old, d = open_parquet(rows.path).schema_arrow, adapter.d
     item = pa.field("item", pa.type_for_alias(how.dtype), nullable=False)
     i = old.get_field_index(rows.column)
     schema = old.set(i, pa.field(rows.column, pa.list_(item, d), nullable=False, metadata=old.field(i).metadata))
@@ -410,7 +387,7 @@ def _one(
     tick(rows.n if done == -1 else done or 0, True)
     if done != -1:
         part.touch()
-        with _locked(part):
+        with locked(part):
             try: _fill(adapter, rows, target, owner, done or 0, how, tick)
             except InputError:                                             # a bad row in the first block: nothing worth keeping
                 if not json.loads(journal.read_text())["rows"]: part.unlink(); journal.unlink()

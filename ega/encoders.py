@@ -7,16 +7,17 @@ __all__ = ['PRECISIONS', 'LIBRARIES', 'Card', 'ENCODERS', 'Unreadable', 'Shard',
            'OnnxImageEncoder', 'EfficientNetLite', 'MiniLM', 'state_hash', 'TorchImageEncoder', 'encoder_card',
            'load_encoder', 'embed']
 
-# %% ../nbs/10_encoders.ipynb #a5e7f46d
-import hashlib, io, json, os, re, shutil, zipfile
+# %% ../nbs/10_encoders.ipynb #0bd203ba
+import hashlib, io, json, os, re, shutil
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from .core import InputError, atomic_path, pick_device, require
+from .core import InputError, atomic_path, brief, pick_device, read_json, read_npz, require
 from .data import EmbeddingSet, pack_path, write_pack
 from .datasets import file_hash, mend_torchvision, open_source
 
@@ -41,7 +42,10 @@ def picture(
 ):         # PIL image, RGB
     "Decode one image."
     from PIL import Image
-    return Image.fromarray(raw) if isinstance(raw, np.ndarray) else Image.open(io.BytesIO(raw)).convert("RGB")
+    if isinstance(raw, np.ndarray): return Image.fromarray(raw)
+    image = Image.open(io.BytesIO(raw))
+    if max(image.size) > 64*min(image.size): raise ValueError(f"{image.size[0]} x {image.size[1]} pixels: a thin strip, which a resize by its shorter side would make huge")
+    return image.convert("RGB")
 
 def pixels(
     raw,           # bytes of an image file, or (h, w, 3) uint8
@@ -77,13 +81,16 @@ class OnnxImageEncoder:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         try: self.session = ort.InferenceSession(str(path), options, providers=ort.get_available_providers())
-        except Exception as error: raise InputError(f"{path}: onnxruntime cannot load it ({str(error)[:80]}); export the model again") from error    # its errors share no base class
+        except Exception as error: raise InputError(f"{path}: onnxruntime cannot load it ({brief(error)}); export the model again") from error    # its errors share no base class
         self.name, self.weights, self.preprocess, self.preprocessing = name or path.stem, file_hash(path), preprocess, str(preprocess)
-        shape = self.session.get_inputs()[0].shape
+        inputs = self.session.get_inputs()
+        if len(inputs) != 1 or inputs[0].type != "tensor(float)": raise InputError(f"{path}: expected one input of float32 images, got {', '.join(i.type for i in inputs)[:80] or 'none'}; export the model again")
+        shape = inputs[0].shape
         side = shape[2] if len(shape) == 4 else None
         if len(shape) != 4 or (isinstance(side, int) and side != preprocess.crop):
             raise InputError(f"{path}: the input has shape {shape}, the preprocessing gives squares of {preprocess.crop}; pass preprocess=Preprocess(shorter=.., crop=..)")
         self.fixed = shape[0] if isinstance(shape[0], int) else None      # some exports take one batch size only
+        if self.fixed is not None and not 1 <= self.fixed <= 4096: raise InputError(f"{path}: the batch must hold 1 to 4096 images, got {self.fixed}; export the model with a free batch axis")
 
     def prepare(self, raw): return pixels(raw, self.preprocess)
 
@@ -92,7 +99,8 @@ class OnnxImageEncoder:
         for i in range(0, len(batch), step):
             part = np.stack(batch[i:i + step])
             full = np.concatenate([part, np.repeat(part[-1:], step - len(part), 0)])
-            rows.append(self.session.run(None, {self.session.get_inputs()[0].name: full})[0][:len(part)])
+            try: rows.append(np.asarray(self.session.run(None, {self.session.get_inputs()[0].name: full})[0], np.float32)[:len(part)])
+            except Exception as error: raise InputError(f"{self.name}: the model cannot be run ({brief(error)}); export it again") from error
         a = np.concatenate(rows)
         return a.mean((2, 3)) if a.ndim == 4 else a
 
@@ -138,7 +146,7 @@ class MiniLM:
         mend_torchvision()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")       # everything is in the folder
         SentenceTransformer = require("sentence_transformers", "offline").SentenceTransformer
-        self.model, self.weights = SentenceTransformer(str(folder), device=str(pick_device(device))), file_hash(folder/"model.safetensors")
+        with _without_pickles(): self.model, self.weights = SentenceTransformer(str(folder), device=str(pick_device(device))), file_hash(folder/"model.safetensors")
 
     def prepare(self, text):
         if not text.strip(): raise ValueError("empty text")
@@ -218,13 +226,22 @@ def _timm(model, tag, weights, crop_pct=None, **options):
 
 LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
 
+# %% ../nbs/10_encoders.ipynb #without-pickles
+@contextmanager
+def _without_pickles():
+    "While it lasts, torch.load reads tensors and runs nothing, whatever a library asks of it."
+    name, before = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    os.environ[name] = "1"
+    try: yield
+    finally: os.environ.pop(name) if before is None else os.environ.update({name: before})
+
 # %% ../nbs/10_encoders.ipynb #from-hub
 def _from_hub(key, card, weights, device, precision):
     "An encoder of open_clip or timm; what keeps its weights away is said in one sentence."
     import torch
     if weights not in (None, "random") and not Path(weights).is_file(): raise InputError(f"{key}: expected a file of weights, got {str(weights)!r}, which is none; leave it out to fetch them from the hub")
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _without_pickles():
             torch.manual_seed(0)                             # random weights are the same ones each time
             tower, transform, known = LIBRARIES[card.library](card.model, card.tag, weights, **card.options)
     except (ImportError, InputError): raise
@@ -332,11 +349,17 @@ def _save_shard(shard, path):
     "Write a shard as a whole."
     with atomic_path(path) as t, open(t, "wb") as f: np.savez(f, **shard._asdict())
 
-def _load_shard(path):
-    "A finished shard, or None when there is none that can be read."
-    try:
-        with np.load(path, allow_pickle=False) as z: return Shard(*(z[k] for k in Shard._fields))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile): return None
+def _load_shard(
+    path,   # .npz file
+    rows    # row numbers that it must account for
+):          # Shard, or None
+    "A finished shard of these rows, or None when there is none that can be read."
+    if path.is_dir(): raise InputError(f"{path} is a folder, expected a shard or nothing; remove it")
+    try: s = Shard(**read_npz(path, Shard._fields))
+    except InputError: return None
+    kinds = [(a.ndim, a.dtype.kind) for a in s[1:]]
+    whole = kinds == [(1, "i"), (1, "i"), (1, "U")] and sorted([*s.rows.tolist(), *s.skipped.tolist()]) == list(rows) and len(s.reasons) == len(s.skipped)
+    return s if whole and s.x.dtype == np.float32 and s.x.shape[:1] == s.rows.shape and (s.x.ndim == 2 or not len(s.x)) else None
 
 # %% ../nbs/10_encoders.ipynb #bind
 def _bind(
@@ -346,9 +369,11 @@ def _bind(
 ):              # folder of shards
     "The folder of shards of this plan; an `InputError` when it belongs to another."
     folder = out.with_name(out.name + ".shards")
-    if out.exists() and not restart: raise InputError(f"{out} is there already; delete it, or pass restart=True to make it again")
-    try: found = json.loads((folder/"plan.json").read_text())
-    except (OSError, ValueError): found = None
+    if out.exists() and not restart:
+        if folder.is_dir() and all(p.stat().st_mtime_ns <= out.stat().st_mtime_ns for p in folder.iterdir()): shutil.rmtree(folder)      # killed between the last two steps
+        raise InputError(f"{out} is there already; delete it, or pass restart=True to make it again")
+    try: found = read_json(folder/"plan.json", "the plan of shards")
+    except InputError: found = None
     if found != plan and any(folder.glob("*.npz")):
         changed = [k for k in plan if (found or {}).get(k) != plan[k]]
         if not restart: raise InputError(f"{folder} holds shards made with another {', '.join(changed)}; finish that run first, or pass restart=True to throw them away")
@@ -362,7 +387,7 @@ def _shards(source, encoder, folder, shard_rows, batch, workers, processes, prog
     "All shards in order: finished ones as they are, the others encoded and written."
     from tqdm import tqdm
     n, paths = len(source), {s: folder/f"{s:09d}.npz" for s in range(0, len(source), shard_rows)}
-    found = {s: _load_shard(p) for s, p in paths.items()}
+    found = {s: _load_shard(p, range(s, min(s + shard_rows, n))) for s, p in paths.items()}
     parts = {s: [list(range(b, min(b + batch, s + shard_rows, n))) for b in range(s, min(s + shard_rows, n), batch)] for s in paths if found[s] is None}
     todo = [part for shard in parts.values() for part in shard]
     done = n - sum(map(len, todo))                            # known to the bar, not part of its rate

@@ -6,19 +6,20 @@
 __all__ = ['KEPT', 'labels_of', 'read_rows', 'read_labels', 'unit_rows', 'about', 'EGA', 'evaluate']
 
 # %% ../nbs/14_estimator.ipynb #aecbf19d
-import json, tempfile, warnings
+import json, re, tempfile, warnings
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 import ega
 from .adapters import Linear, adapter_fingerprint, l2, load_adapter, save_adapter, scaled, transform
-from .core import InputError, as_labels, atomic_path, encode_labels, fingerprint, normalize, require
+from .core import UNREADABLE, InputError, as_labels, atomic_path, brief, encode_labels, fingerprint, normalize, open_npy, read_csv, read_json, read_npz, require
 from .data import read_pack
 from .metrics import bootstrap, loo_lp
 from .deploy import rows_in
@@ -50,7 +51,7 @@ def read_rows(
     path = Path(path)
     if path.suffix in (".npz", ".safetensors"): return _named_matrix(path, column), None
     rows = rows_in(path, column=column)
-    if path.suffix == ".npy": return np.load(path, mmap_mode="r"), None
+    if path.suffix == ".npy": return open_npy(path), None
     if rows.pack is None: return np.concatenate(list(rows.blocks(0, 2**14))), None
     es = read_pack(path)
     return es.x, np.array([*es.classes, ""])[es.y]
@@ -58,11 +59,10 @@ def read_rows(
 def _named_matrix(path, name):
     "The matrix of an archive, by its name or because it is the only one."
     if not path.is_file(): raise InputError(f"{path}: no such file; expected .npy, .npz, .safetensors or .parquet")
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as f: found = {k: f[k] for k in f.files if name in (None, k) and f[k].ndim == 2}
-        else: found = {k: v.numpy() for k, v in load_file(path).items() if name in (None, k) and v.ndim == 2 and v.dtype in (torch.float32, torch.float16, torch.float64)}
-    except Exception as error: raise InputError(f"{path}: expected a whole {path.suffix} file of arrays, but it cannot be read ({str(error)[:80]}); copy or save it again") from error
+    if path.suffix == ".npz": found = {k: a for k, a in read_npz(path).items() if name in (None, k) and a.ndim == 2}
+    else:
+        try: found = {k: v.numpy() for k, v in load_file(path).items() if name in (None, k) and v.ndim == 2 and v.dtype in (torch.float32, torch.float16, torch.float64)}
+        except (SafetensorError, *UNREADABLE) as error: raise InputError(f"{path}: expected a whole {path.suffix} file of arrays, but it cannot be read ({brief(error)}); copy or save it again") from error
     if len(found) != 1: raise InputError(f"{path}: expected one matrix{f' {name!r}' if name else ''}, found {', '.join(found) or 'none'}; name one with column= (--column)")
     return next(iter(found.values()))
 
@@ -74,14 +74,14 @@ def read_labels(
     "Stored labels; -1 or an empty text where there is none. Raises `InputError`."
     path = Path(path)
     if not path.is_file(): raise InputError(f"{path}: no such file; expected a .npy or .csv file of labels")
-    try:
-        if path.suffix == ".npy": return np.load(path, allow_pickle=False)
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except Exception as error: raise InputError(f"{path}: expected labels in .npy or .csv, but it cannot be read ({str(error).splitlines()[0][:80]}); save it again") from error
-    name = column or ("label" if "label" in frame else frame.columns[0] if len(frame.columns) == 1 else None)
-    if name not in frame: raise InputError(f"{path}: expected a column {name or 'label'!r}, the columns are {', '.join(frame.columns)}; name one with column= (--label-column)")
-    texts = frame[name].to_numpy(dtype=str)
-    return texts.astype(np.int64) if len(texts) and all(t.lstrip("-").isdigit() for t in texts) else texts
+    if path.suffix == ".npy": return np.array(open_npy(path))
+    columns = read_csv(path, "labels in .npy or .csv")
+    name = column or ("label" if "label" in columns else next(iter(columns)) if len(columns) == 1 else None)
+    if name not in columns: raise InputError(f"{path}: expected a column {name or 'label'!r}, the columns are {', '.join(columns)[:80]}; name one with column= (--label-column)")
+    texts = np.array(columns[name], dtype=str)
+    return texts.astype(np.int64) if len(texts) and all(_NUMBER.fullmatch(t) for t in texts) else texts
+
+_NUMBER = re.compile("-?[0-9]{1,18}")      # what surely is one, and fits into 64 bits
 
 # %% ../nbs/14_estimator.ipynb #unit-rows
 def unit_rows(
@@ -130,15 +130,18 @@ def _told(path):
     "The description of a saved estimator; or what is wrong with it."
     if not path.is_file(): raise InputError(f"{path}: no such description; expected the .json that EGA.save or `ega fit` puts beside the weights")
     kinds = {"settings": dict, "classes": list, "n_features_in": int, "selection": dict, "fingerprint": str, "data_fingerprint": str}
+    chosen = {"method": str, "alpha": float, "reason": str, "budget": float, "confidence": float, "classes": int}
+    told = read_json(path, "the description written by EGA.save")
     try:
-        told = json.loads(path.read_text())
         if wrong := [k for k, kind in kinds.items() if not isinstance(told[k], kind)]: raise TypeError(f"{wrong[0]} is {type(told[wrong[0]]).__name__}")
         if extra := set(told["settings"]) - set(KEPT): raise TypeError(f"no setting {sorted(extra)[0]!r}")
         if {type(c) for c in told["classes"]} not in ({int}, {str}, set()): raise TypeError("classes are neither integers nor texts")
+        if any(type(c) is int and abs(c) >= 2**63 for c in told["classes"]): raise TypeError("classes are no 64-bit integers")
         s = dict(told["selection"])
-        told["selection"] = Selection(table=pd.DataFrame(s.pop("table")), **{k: s[k] for k in ("method", "alpha", "reason", "budget", "confidence", "classes")})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path}: expected the description written by EGA.save, but it cannot be read ({type(error).__name__}: {str(error)[:80]}); copy or save it again") from error
+        if wrong := [k for k, kind in chosen.items() if not isinstance(s[k], kind) and not (kind is float and type(s[k]) is int) and not (k == "budget" and s[k] is None)]: raise TypeError(f"{wrong[0]} is {type(s[wrong[0]]).__name__}")
+        told["selection"] = Selection(table=pd.DataFrame(s["table"]), **{k: s[k] for k in chosen})
+    except UNREADABLE as error:
+        raise InputError(f"{path}: expected the description written by EGA.save, but it cannot be read ({type(error).__name__}: {brief(error)}); copy or save it again") from error
     return told
 
 # %% ../nbs/14_estimator.ipynb #files

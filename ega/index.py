@@ -7,8 +7,8 @@ __all__ = ['Map', 'TRAIN', 'PULLS', 'Distilled', 'Evened', 'as_map', 'save_map',
            'save_index', 'load_index', 'fold', 'distill', 'query_only', 'rescaled', 'stretch', 'even', 'IndexStore',
            'migrate_index', 'SentenceAdapter']
 
-# %% ../nbs/15_index.ipynb #1e6a66af
-import json, shutil
+# %% ../nbs/15_index.ipynb #b8c0bff3
+import json, re, shutil
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from .adapters import KINDS, Linear, adapter_fingerprint, l2, load_adapter, save_adapter, transform
 from .closed_form import LinearMap
-from .core import InputError, as_rows, atomic_path, check_unit, fingerprint, normalize, require
+from .core import UNREADABLE, InputError, as_rows, atomic_path, brief, check_unit, fingerprint, normalize, read_json, require
 from .deploy import rows_in, transform_file
 from .search import Neighbours, knn
 
@@ -95,9 +95,11 @@ def load_map(
     if adapter is not None: m = as_map(adapter)
     elif path.exists():
         try:
+            if not path.is_file(): raise OSError("it is no file")
             with safe_open(path, "np") as f: about, A = json.loads(f.metadata()["ega"]), f.get_tensor("matrix")
             m, whole = _linear(A, about["fingerprint"]), about["matrix"] == fingerprint(A)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error: raise InputError(f"{path}: expected the matrix of an adapter, but it cannot be read ({str(error)[:80]}); save it again") from error
+            if not isinstance(about["fingerprint"], str): raise TypeError("fingerprint is no text")
+        except (SafetensorError, *UNREADABLE) as error: raise InputError(f"{path}: expected the matrix of an adapter, but it cannot be read ({brief(error)}); save it again") from error
         if not whole: raise InputError(f"{path}: the matrix is not the one that was saved; copy or save it again")
     elif (path := Path(folder)/"adapter.safetensors").exists(): m = as_map(path)
     else: raise InputError(f"{folder} holds no adapter, only the name of one, {name[:12]}..; pass it with adapter=")
@@ -215,6 +217,8 @@ def _hash(path):
         while piece := f.read(2**20): digest.update(piece)
     return digest.hexdigest()[:16]
 
+_OURS = re.compile(r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|\.(index|ids|about)\..*\.tmp")      # what a save that was killed leaves
+
 def save_index(
     index,     # AdaptedIndex
     folder     # a new one, or one that holds an index, which is replaced
@@ -222,7 +226,7 @@ def save_index(
     "Write index, map and ids; `about.json` last."
     from safetensors.numpy import save_file
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder/"about.json").exists(): raise InputError(f"{folder} holds other things; name a new folder")
+    if folder.exists() and not (folder/"about.json").exists() and not all(_OURS.fullmatch(f.name) for f in folder.iterdir()): raise InputError(f"{folder} holds other things; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     kept = [_put(folder, "index", ".faiss", lambda t: _faiss().write_index(index.index, str(t)))]
     if index.ids.dtype.kind == "i": kept.append(_put(folder, "ids", ".safetensors", lambda t: save_file({"ids": index.ids}, t)))
@@ -233,6 +237,7 @@ def save_index(
     with atomic_path(folder/"about.json") as t: t.write_text(json.dumps(about, indent=1))
     for old in {*folder.glob("index-*"), *folder.glob("ids-*")} - {folder/name for name in kept}: old.unlink()
     for old in {*folder.glob("adapter-*")} - {keep}: shutil.rmtree(old)
+    for old in folder.glob(".*.tmp"): old.unlink(missing_ok=True)
     return folder
 
 # %% ../nbs/15_index.ipynb #load-index
@@ -241,15 +246,31 @@ def load_index(
     adapter=None    # what as_map takes; None: the map in the folder
 ):                  # AdaptedIndex
     "Read an index and prove it whole. Raises `InputError`."
-    from safetensors.numpy import load_file
     folder = Path(folder)
-    try: about = json.loads((folder/"about.json").read_text())
-    except (OSError, ValueError) as error: raise InputError(f"{folder}: expected a folder written by AdaptedIndex.save, got {type(error).__name__}; save it again") from error
+    about = read_json(folder/"about.json", "the description of a folder written by AdaptedIndex.save", cure="save it again")
+    for key in ("index", "ids", "fingerprint"): _plain(about.get(key), folder/"about.json")
     m = load_map(folder/f"adapter-{about['fingerprint'][:16]}", about["fingerprint"], adapter)
     for name in (about["index"], about["ids"]):
         if not (folder/name).is_file() or _hash(folder/name) not in name: raise InputError(f"{folder/name} is missing or was changed after writing; copy or save the folder again")
-    ids = np.array(json.loads((folder/about["ids"]).read_text(encoding="utf-8"))) if about["ids"].endswith(".json") else load_file(folder/about["ids"])["ids"]
-    return AdaptedIndex(m, _faiss().read_index(str(folder/about["index"])), ids)
+    try: index = _faiss().read_index(str(folder/about["index"]))
+    except UNREADABLE as error: raise InputError(f"{folder/about['index']}: FAISS cannot read it ({brief(error)}); save the index again") from error
+    return AdaptedIndex(m, index, _stored_ids(folder/about["ids"]))
+
+def _plain(name, where):
+    "A name that leads nowhere else."
+    if not isinstance(name, str) or Path(name).name != name: raise InputError(f"{where}: expected the name of something in this folder, got {str(name)[:40]!r}; save the index again")
+    return name
+
+def _stored_ids(path):
+    "The ids of an index, texts in JSON or numbers."
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+    if path.suffix == ".json":
+        ids = read_json(path, "a list of ids", kind=list, most=2**32)
+        if any(type(i) is not str for i in ids): raise InputError(f"{path}: ids must all be texts; save the index again")
+        return np.array(ids, dtype=str)
+    try: return load_file(path)["ids"]
+    except (SafetensorError, *UNREADABLE) as error: raise InputError(f"{path}: expected the ids of an index, but they cannot be read ({brief(error)}); save the index again") from error
 
 # %% ../nbs/15_index.ipynb #fold
 def fold(
@@ -376,8 +397,8 @@ class IndexStore:
     @property
     def current(self):
         "The name of the version that is served, or None."
-        try: return json.loads((self.folder/"current.json").read_text())["version"]
-        except FileNotFoundError: return None
+        if not (path := self.folder/"current.json").exists(): return None
+        return _plain(read_json(path, "the name of a version", cure="switch to a version").get("version"), path)
 
     def versions(self):
         "Names of the finished versions."
@@ -386,7 +407,7 @@ class IndexStore:
     def open(self, version=None, adapter=None):   # a name of versions(); None: the current one -> AdaptedIndex
         "Load a version."
         if (version := version or self.current) is None: raise InputError(f"{self.folder} serves no version yet; migrate and switch first")
-        return load_index(self.folder/version, adapter)
+        return load_index(self.folder/_plain(version, self.folder), adapter)
 
     def switch(self, version):   # a name of versions() -> itself
         "Serve another version from now on."

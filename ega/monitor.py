@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Check', 'signals', 'two_sample', 'Monitor', 'judged', 'check_batch', 'save_monitor', 'load_monitor']
 
-# %% ../nbs/16_monitor.ipynb #6b7da2ec
+# %% ../nbs/16_monitor.ipynb #920c5528
 import json
 from collections import namedtuple
 from functools import lru_cache
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import InputError, as_rows, atomic_path, check_unit
+from .core import InputError, as_rows, atomic_path, check_unit, read_json, read_npz
 from .index import as_map, load_map, save_map
 from .metrics import displacement
 from .search import knn
@@ -75,7 +75,8 @@ class Monitor:
         horizon=100,  # batches
         checked=0     # batches so far
     ):
-        if not 0 < alpha < 1 or horizon < 1: raise InputError(f"alpha must lie between 0 and 1 and horizon be >= 1, got {alpha} and {horizon}")
+        if not 0 < alpha < 1 or horizon < 1 or checked < 0: raise InputError(f"alpha must lie between 0 and 1, horizon be >= 1 and checked >= 0, got {alpha}, {horizon} and {checked}")
+        if 5*horizon/alpha > 10**7: raise InputError(f"horizon/alpha must be at most {10**7//5:,}, got {horizon/alpha:.3g}; more choices than that are not drawn a batch: shorten the horizon")
         self.map, self.gallery, self.reference = as_map(adapter), as_rows(gallery, "gallery"), reference
         self.k, self.alpha, self.horizon, self.checked = k, alpha, horizon, checked
 
@@ -134,10 +135,13 @@ def load_monitor(
     adapter=None    # what ega.index.as_map takes; None: the map in the folder
 ):                  # Monitor
     "Read a monitor. Raises `InputError`."
-    folder = Path(folder)
-    try:
-        about = json.loads((folder/"monitor.json").read_text())
-        with np.load(folder/"monitor.npz", allow_pickle=False) as f: gallery, reference = f["gallery"], f["reference"]
-        name, columns = about.pop("fingerprint"), about.pop("signals")
-    except (OSError, ValueError, KeyError) as error: raise InputError(f"{folder}: expected a folder written by Monitor.save, got {type(error).__name__}; save it again") from error
-    return Monitor(load_map(folder, name, adapter), gallery, dict(zip(columns, reference.T)), **about)
+    folder, kinds = Path(folder), {"fingerprint": str, "signals": list, "k": int, "alpha": float, "horizon": int, "checked": int}
+    about = read_json(folder/"monitor.json", "the description of a folder written by Monitor.save", cure="save it again")
+    if wrong := [k for k in kinds | about if k not in kinds or type(about.get(k)) is not kinds[k]]  or [c for c in about["signals"] if not isinstance(c, str) or c not in _WORDS]:
+        raise InputError(f"{folder/'monitor.json'}: {str(wrong[0])[:40]!r} is not what Monitor.save writes; expected {', '.join(kinds)}: save it again")
+    gallery, reference = read_npz(folder/"monitor.npz", ("gallery", "reference"), "what Monitor.save writes").values()
+    name, columns, m = about.pop("fingerprint"), about.pop("signals"), as_map(adapter) if adapter is not None else None
+    m = load_map(folder, name, m)
+    gallery, _ = as_rows(gallery, "gallery", dim=m.d), as_rows(reference, "reference", dim=len(columns))
+    if set(columns) != set(_WORDS) - ({"displacement"} if m.dim != m.d else set()) or not 1 <= about["k"] <= len(gallery): raise InputError(f"{folder}: signals {columns} of {about['k']} neighbours do not fit the adapter and a gallery of {len(gallery)} rows; save it again")
+    return Monitor(m, gallery, dict(zip(columns, reference.T)), **about)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .core import InputError
+from .core import InputError, read_csv
 from .data import pack_path
 from .metrics import bootstrap, bootstrap_worst
 from .protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, benchmark_of, expected_counts, rows_of, shown_counts, split_of
@@ -27,7 +27,11 @@ def read_published(
     path   # data/published.csv
 ):         # DataFrame of text: the lines of tables and figures
     "What the paper prints."
-    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    needs = "artefact dataset method backbone metric K nprobe value std".split()
+    frame = pd.DataFrame(read_csv(path, "the published numbers", needs), dtype=str)
+    frame = frame[frame.artefact.str.match("tab:|fig:")] if len(frame) else frame
+    for column, form in {"K": r"\d{0,4}", "nprobe": r"\d{0,4}|exact", "value": r"-?\d{1,9}(\.\d{1,9})?", "std": r"(\d{1,9}(\.\d{1,9})?)?"}.items():
+        if len(bad := frame[~frame[column].str.fullmatch(form)]): raise InputError(f"{path}: column {column} must hold numbers, got {bad[column].iloc[0][:40]!r} in row {bad.index[0]}; take the file from the repository")
     return frame[frame.artefact.str.match("tab:|fig:")].reset_index(drop=True)
 
 def artefacts(

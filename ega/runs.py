@@ -9,20 +9,21 @@ __all__ = ['Method', 'RIVALS', 'RECIPES', 'ABLATIONS', 'METHODS', 'Trained', 'Ve
            'execute', 'over_settings', 'over_alphas', 'machine', 'Store', 'read_results', 'Grid', 'Sweep', 'Chosen',
            'config_of', 'run_grid', 'one_thread', 'check_comparable', 'summarize', 'choose', 'as_text', 'provenance']
 
-# %% ../nbs/11_runs.ipynb #5a151084
+# %% ../nbs/11_runs.ipynb #4a0e4db4
 import hashlib, json, os, platform, time
 from collections import namedtuple
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
 
 import ega
-from .core import InputError, atomic_path, normalize, pick_device, streams, torch_generator
+from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator
 from .closed_form import LDA, PCA, WCCN, Probe
-from .data import pack_path, read_pack, row_split
+from .data import open_parquet, pack_path, read_pack, row_split
 from .metrics import ar_at_k, displacement, lp_at_k, pair_distances, replicates, separation
 from .protocols import BENCHMARKS, EMBEDDED, PROTOCOLS, Protocol, benchmark_of, outcomes, rows_of, split_of
 from .search import Neighbours, ivf_sweep, knn, loo_knn
@@ -71,13 +72,22 @@ class RunConfig:
 # %% ../nbs/11_runs.ipynb #config-from
 def config_from(
     kind,    # RunConfig or one of its parts
-    values   # nested dictionary, as from JSON
+    values   # nested dictionary, as from JSON, or its text
 ):           # an instance of kind
-    "A configuration from plain data. Raises `InputError` for a key that does not exist."
-    known = {f.name for f in fields(kind)}
-    if extra := set(values) - known: raise InputError(f"{kind.__name__} has no field {sorted(extra)}; it has {sorted(known)}")
-    parts = {"adapter": AdapterConfig, "loss": LossConfig, "train": TrainConfig} if kind is RunConfig else {}
-    return kind(**{k: config_from(parts[k], v) if k in parts and v is not None else v for k, v in values.items()})
+    "A configuration from plain data. Raises `InputError` for a key that does not exist, is missing or has a value of another type."
+    try: values = json.loads(values) if isinstance(values, str) else values
+    except UNREADABLE as error: raise InputError(f"expected the JSON text of a {kind.__name__}, but it cannot be read ({brief(error)}); take it from a table of results") from error
+    if not isinstance(values, dict): raise InputError(f"a {kind.__name__} must be a dictionary, got {type(values).__name__}; take it from a table of results")
+    known, parts = {f.name: f for f in fields(kind)}, {"adapter": AdapterConfig, "loss": LossConfig, "train": TrainConfig} if kind is RunConfig else {}
+    if extra := set(values) - set(known): raise InputError(f"{kind.__name__} has no field {sorted(extra)}; it has {sorted(known)}")
+    if lacking := [k for k, f in known.items() if f.default is MISSING and k not in values]: raise InputError(f"{kind.__name__} must have a value for {', '.join(lacking)}, got none; take it from a table of results")
+    def taken(k, v):
+        kinds = get_args(known[k].type) or (known[k].type,)
+        if v is None and type(None) in kinds: return None
+        if k in parts: return config_from(parts[k], v)
+        if type(v) not in kinds and not (type(v) is int and float in kinds): raise InputError(f"{kind.__name__}.{k} must be {' or '.join(t.__name__ for t in kinds)}, got {str(v)[:40]!r}; take it from a table of results")
+        return v
+    return kind(**{k: taken(k, v) for k, v in values.items()})
 
 # %% ../nbs/11_runs.ipynb #2dfa1cf1
 Method = namedtuple("Method", "adapter loss lr decay", defaults=(AdapterConfig(), None, 1e-4, 1e-4))
@@ -421,20 +431,23 @@ class Store:
 
     def ids(self):
         "Run ids that are done."
-        done = set(pd.read_parquet(self.path, columns=["run_id"]).run_id) if self.path.exists() else set()
-        return done | {p.stem for p in self.parts.glob("*.parquet")}
+        done = {p.stem for p in self.parts.glob("*.parquet")}             # first: seal moves them to the file
+        return done | (set(_read_parquet(self.path, ["run_id"]).run_id) if self.path.exists() else set())
 
     def add(self, rows):
         "Keep the rows of one run."
         run_id, = rows.run_id.unique()
-        if run_id not in self.ids():
+        if run_id in self.ids(): return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.parent, wait=True):                      # or seal takes the folder of parts away
             with atomic_path(self.parts/f"{run_id}.parquet") as temporary: rows.to_parquet(temporary, compression="zstd", index=False)
 
     def read(self, columns=None):
         "All rows, sorted by run and query set; `columns` saves reading the per-query lists."
-        files = [p for p in (self.path, *sorted(self.parts.glob("*.parquet"))) if p.exists()]
-        if not files: raise InputError(f"no results at {self.path}; run the grid first (make reproduce)")
-        frame = pd.concat([_read_parquet(p, columns) for p in files], ignore_index=True)
+        found = [f for p in sorted(self.parts.glob("*.parquet")) if (f := _read_parquet(p, columns, may_go=True)) is not None]
+        found = ([_read_parquet(self.path, columns)] if self.path.exists() else []) + found        # last: what seal took from the parts meanwhile is here
+        if not found: raise InputError(f"no results at {self.path}; run the grid first (make reproduce)")
+        frame = pd.concat(found, ignore_index=True)
         keys = [c for c in _KEYS if c in frame]
         frame = frame.drop_duplicates(keys).sort_values(keys, ignore_index=True) if keys else frame
         return frame if columns is None else frame[list(columns)]
@@ -449,21 +462,33 @@ class Store:
 
     def seal(self):
         "Gather the parts into the one file and remove them."
-        parts = sorted(self.parts.glob("*.parquet"))
-        if parts:
-            self.write(self.read())
-            for p in parts: p.unlink(missing_ok=True)
-        if self.parts.exists() and not any(self.parts.iterdir()): self.parts.rmdir()
+        if not self.parts.exists(): return
+        with locked(self.path.parent, wait=True):                      # two at once would each write without the other's parts
+            parts = sorted(self.parts.glob("*.parquet"))
+            if parts: self.write(self.read())
+            _sweep(self.parts, parts, self.ids())
 
-# %% ../nbs/11_runs.ipynb #read-parquet
+# %% ../nbs/11_runs.ipynb #sweep
 _KEYS = ("run_id", "query_set", "nlist", "nprobe", "k", "alpha")      # of a row of any task
 
-def _read_parquet(path, columns):
+def _sweep(folder, parts, done):
+    "Remove parts that are in the table, what killed processes were writing of finished runs, and the folder when it is empty."
+    for p in parts: p.unlink(missing_ok=True)
+    for p in folder.glob(".*.tmp"):
+        if ".parquet." in p.name or p.name.split(".")[1] in done: p.unlink(missing_ok=True)
+    if folder.exists() and not any(folder.iterdir()): folder.rmdir()
+
+def _read_parquet(path, columns, may_go=False):
     "A table, with its keys whatever columns are asked for: without them rows of two runs could look alike."
-    from pyarrow.parquet import read_schema
-    try: return pd.read_parquet(path, columns=columns and list(dict.fromkeys([*columns, *(k for k in _KEYS if k in read_schema(path).names)])))
+    try:
+        names = open_parquet(path).schema_arrow.names
+        if lacking := [c for c in columns or ("run_id", "query_set", "benchmark", "method", "config") if c not in names]: raise KeyError(f"no column {lacking[0]}")
+        frame = pd.read_parquet(path, columns=columns and list(dict.fromkeys([*columns, *(k for k in _KEYS if k in names)])))
+        if strange := [c for c in ("run_id", "config") if c in frame and not all(type(v) is str for v in frame[c].tolist())]: raise TypeError(f"{strange[0]} is not always a text")
+        return frame
     except Exception as error:                                    # pyarrow raises a dozen kinds for a broken file
-        raise InputError(f"{path} is no readable table of results ({error}); delete it and run the grid again") from error
+        if may_go and not path.exists(): return None              # sealed meanwhile
+        raise InputError(f"{path} is no readable table of results ({brief(error)}); delete it and run the grid again") from error
 
 def read_results(
     folder,         # of result files
@@ -495,7 +520,7 @@ class Grid:
                     if METHODS[method.split()[0]].loss is None and seed != self.seeds[0]: continue
                     for b in self.benchmarks: yield config_of(self.task, b, method, hidden=self.hidden, epochs=self.epochs, split_seed=split_seed, seed=seed, protocol=self.protocol, rank=self.rank)
 
-# %% ../nbs/11_runs.ipynb #sweep
+# %% ../nbs/11_runs.ipynb #sweep-2
 @dataclass(frozen=True)
 class Sweep:
     "Methods at every combination of the values of their dials; everything else as in a grid, which also gives the frozen baseline."
@@ -520,7 +545,8 @@ class Chosen:
         path = Path(ega.__file__).parents[1]/"data"/self.file
         if not path.is_file(): raise InputError(f"{path}: no such file of chosen settings; this experiment needs a clone of the repository")
         yield from replace(self.grid, methods=("frozen",)).configs()
-        for r in pd.read_csv(path).itertuples(): yield from replace(self.grid, benchmarks=(r.benchmark,), methods=(r.method,)).configs()
+        chosen = read_csv(path, "a table of chosen settings", ("benchmark", "method"))
+        for benchmark, method in zip(chosen["benchmark"], chosen["method"]): yield from replace(self.grid, benchmarks=(benchmark,), methods=(method,)).configs()
 
 # %% ../nbs/11_runs.ipynb #set
 def _set(config, name, value):
@@ -570,7 +596,7 @@ _three = ("cub100", "tiny200", "clinc150")
 _once = Grid("unseen", EMBEDDED, splits=(42,), seeds=(0,))
 _curve = replace(_once, task="curve")
 
-# %% ../nbs/11_runs.ipynb #a78aef4b
+# %% ../nbs/11_runs.ipynb #30ce0d9c
 GRIDS = {
     "full": {
         "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3), seeds=(0, 1, 2)),

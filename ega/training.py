@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .core import InputError, as_labels, atomic_path, check_unit, as_rows, fingerprint, pick_device, torch_generator
+from .core import UNREADABLE, InputError, as_labels, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device, torch_generator
 from .losses import preserve, triplet_terms
 from .sparsity import class_index, in_batch_numbers, place_in_batch, place_whole_set, whole_set_numbers
 
@@ -206,6 +206,17 @@ def save_checkpoint(
     meta = {"epoch": epoch, "owner": owner, "seconds": history.seconds}
     with atomic_path(path) as temporary: save_file(_state(adapter, optimizer, generators, history), temporary, {"ega": json.dumps(meta)})
 
+# %% ../nbs/05_training.ipynb #fits
+def _fits(t, meta, adapter, optimizer, generators):
+    "Refuse tensors that are not those of this run, before any is taken over."
+    if type(meta["epoch"]) is not int or meta["epoch"] < 0 or not isinstance(meta["seconds"], (int, float)): raise ValueError(f"epoch {meta['epoch']!r} after {meta['seconds']!r} seconds")
+    expected = _state(adapter, optimizer, generators, History())
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    expected |= {f"optimizer.{i}.{k}": p for i, p in enumerate(trained) for k in ("exp_avg", "exp_avg_sq")} | {f"optimizer.{i}.step": torch.zeros(()) for i in range(len(trained))}
+    if wrong := sorted(set(expected) ^ set(t)): raise ValueError(f"tensor {wrong[0]} is {'missing' if wrong[0] in expected else 'not expected'}")
+    wrong = [k for k, e in expected.items() if t[k].dtype != e.dtype or not k.startswith("history.") and t[k].shape != e.shape]
+    if wrong or t["history.loss"].ndim != 1 or t["history.loss"].shape != t["history.rho"].shape: raise ValueError(f"tensor {[*wrong, 'history.loss'][0]} has another shape or type")
+
 # %% ../nbs/05_training.ipynb #load-checkpoint
 def load_checkpoint(
     path,    # written by save_checkpoint
@@ -215,9 +226,11 @@ def load_checkpoint(
     "Take a run up where it stopped. Raises `InputError` for a broken file or another run's."
     from safetensors import SafetensorError, safe_open
     try:
+        if not Path(path).is_file(): raise OSError("it is no file")
         with safe_open(path, "pt") as f: t, meta = {k: f.get_tensor(k) for k in f.keys()}, json.loads((f.metadata() or {})["ega"])
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is no readable checkpoint ({error}); delete it to start afresh") from error
+        if meta["owner"] == owner: _fits(t, meta, adapter, optimizer, generators)
+    except (SafetensorError, *UNREADABLE) as error:
+        raise InputError(f"{path} is no readable checkpoint ({brief(error)}); delete it to start afresh") from error
     if meta["owner"] != owner: raise InputError(f"{path} belongs to a run with other rows, labels or settings; delete it or choose another path")
     def part(prefix): return {k[len(prefix):]: v for k, v in t.items() if k.startswith(prefix)}
     adapter.load_state_dict(part("adapter."))

@@ -70,7 +70,7 @@ def dead_links(
     return dead
 
 
-LINKED = [*(root/f for f in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md")), *pages.TUTORIALS, *sorted((root/"nbs").glob("*.ipynb"))]
+LINKED = [*(root/f for f in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md", "docs/index.md")), *pages.TUTORIALS, *sorted((root/"nbs").glob("*.ipynb"))]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda p: p.name)

@@ -60,3 +60,10 @@ def test_one_version():
         "CHANGELOG.md": said("CHANGELOG.md", r"^## \[?([\d.]+)"),
     }
     assert len(set(versions.values())) == 1, versions
+
+
+def test_every_promise_names_a_test_that_is_there():
+    "SECURITY.md says what is promised and what shows it."
+    known = {name for f in (root/"tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", f.read_text(), re.M)} | {f.stem for f in (root/"tests").glob("test_*.py")}
+    named = re.findall(r"`(test_\w+)(?:\.py)?`", (root/"SECURITY.md").read_text())
+    assert len(named) > 9 and not set(named) - known
