@@ -89,7 +89,7 @@ def config_from(
         return v
     return kind(**{k: taken(k, v) for k, v in values.items()})
 
-# %% ../nbs/11_runs.ipynb #2dfa1cf1
+# %% ../nbs/11_runs.ipynb #7cdb6c07
 Method = namedtuple("Method", "adapter loss lr decay", defaults=(AdapterConfig(), None, 1e-4, 1e-4))
 
 _block = AdapterConfig("ega_block", hidden=2048)
@@ -120,7 +120,7 @@ RIVALS = {
     "linear_cosface": Method(AdapterConfig("linear"), LossConfig("cosface", margin=.35, tau=1/30), 3e-4),
     "linear_proxy_anchor": Method(AdapterConfig("linear"), LossConfig("proxy_anchor", margin=.1, tau=1/32), 3e-4),
 }
-RECIPES = {"recipe": Method(_white, LossConfig("supcon", tau=.05, lam=1.), 5e-4)}
+RECIPES = {"recipe": Method(_white, LossConfig("nca", tau=.05), 5e-4, decay=10.)}
 ABLATIONS = {kind: Method(AdapterConfig(kind, hidden=2048), LossConfig("triplet", margin=.2, sampler="whole_set"))
              for kind in ("no_residual", "no_residual_drawn", "no_zero_init", "no_sphere")}
 METHODS = _main | RIVALS | ABLATIONS | RECIPES
@@ -596,7 +596,7 @@ _three = ("cub100", "tiny200", "clinc150")
 _once = Grid("unseen", EMBEDDED, splits=(42,), seeds=(0,))
 _curve = replace(_once, task="curve")
 
-# %% ../nbs/11_runs.ipynb #30ce0d9c
+# %% ../nbs/11_runs.ipynb #b698a846
 GRIDS = {
     "full": {
         "unseen": Grid("unseen", EMBEDDED, splits=(42, 0, 1, 2, 3), seeds=(0, 1, 2)),
@@ -607,7 +607,7 @@ GRIDS = {
         "lora_rank8": Grid("unseen", EMBEDDED, ("lora_supcon", "lora_triplet"), splits=(42, 0, 1), seeds=(0,), rank=8),
         "rivals": replace(_once, methods=("frozen", *RIVALS)),
         "index": replace(_once, task="index"),
-        "recipe": Grid("unseen", EMBEDDED, ("frozen", "wccn", "lda", "recipe"), epochs=8, splits=tuple(range(20)), seeds=(0,)),
+        "recipe": Grid("unseen", EMBEDDED, ("frozen", "wccn", "lda", "recipe"), epochs=24, splits=tuple(range(20)), seeds=(0,)),
         "sweeps": Sweep(replace(_once, benchmarks=_three), _moves),
         "ablation": replace(_once, methods=("frozen", "ega_block", *ABLATIONS)),
         "backbones": replace(_once, benchmarks=("cub100 lite2",)),
