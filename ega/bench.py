@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from .core import InputError, atomic_path, require
+from .core import InputError, atomic_path, require, usable_cores
 
 # %% ../nbs/19_bench.ipynb #74efcf54
 Job = namedtuple("Job", "work units before", defaults=(None,))
@@ -840,8 +840,7 @@ def describe_machine():
     for name in ("numpy", "torch", "faiss-cpu", "faiss-gpu", "onnxruntime", "pytorch-metric-learning", "sentence-transformers"):
         try: versions[name] = version(name)
         except PackageNotFoundError: pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"machine": machine(), "cpu": _cpu_model(), "cores": cores, "memory_gb": _memory_gb(), "versions": json.dumps(versions), "ega": ega.__version__, "date": time.strftime("%Y-%m-%d")}
+    return {"machine": machine(), "cpu": _cpu_model(), "cores": usable_cores(), "memory_gb": _memory_gb(), "versions": json.dumps(versions), "ega": ega.__version__, "date": time.strftime("%Y-%m-%d")}
 
 # %% ../nbs/19_bench.ipynb #bench
 def bench(

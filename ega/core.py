@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STREAMS', 'Streams', 'UNREADABLE', 'UNFOLDED', 'Labelled', 'FIXTURES', 'InputError', 'require', 'message', 'as_rows',
            'normalize', 'check_unit', 'as_labels', 'encode_labels', 'streams', 'torch_generator', 'pick_device',
-           'locked', 'atomic_path', 'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv', 'open_npy',
-           'read_npz', 'on_circle', 'simplex']
+           'usable_cores', 'locked', 'atomic_path', 'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv',
+           'open_npy', 'read_npz', 'on_circle', 'simplex']
 
 # %% ../nbs/00_core.ipynb #8be2c454
 import csv, hashlib, importlib, json, math, os, struct, tempfile, tokenize, zipfile, zlib
@@ -160,6 +160,10 @@ def pick_device(
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available(): raise InputError(f"device {str(device)!r} was asked for, but torch sees no CUDA device; use device='cpu'")
     return device
+
+def usable_cores():
+    "Cores this process may run on, at least 1."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # %% ../nbs/00_core.ipynb #locked
 @contextmanager

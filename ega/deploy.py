@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter, parameter_count, save_adapter, transform
-from .core import UNREADABLE, InputError, brief, locked, open_npy, pick_device, read_json, require
+from .core import UNREADABLE, InputError, brief, locked, open_npy, pick_device, read_json, require, usable_cores
 from .core import normalize as to_unit
 from .data import KEYS, dequantize, open_parquet, quantize
 
@@ -230,10 +230,6 @@ def _workers(
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
 
-def _cores():
-    "How many cores this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
 # %% ../nbs/15_deploy.ipynb #adapt
 def _adapt(
     adapter,   # nn.Module in eval mode on its device
@@ -268,7 +264,7 @@ def _fill(
     part, journal = _beside(target)
     dtype, d = np.dtype(how.dtype), adapter.d
     device = pick_device(how.device)
-    threads = 1 if device.type == "cuda" else how.threads or _cores()
+    threads = 1 if device.type == "cuda" else how.threads or usable_cores()
     size = how.batch*max(threads, BLOCK//(4*d*how.batch))               # rows in a block: whole batches, from row 0 on
     with open(part, "r+b") as f, _workers(threads) as pool:
         head = _header(rows.n, d, dtype)

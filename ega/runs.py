@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 import ega
-from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator
+from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator, usable_cores
 from .closed_form import LDA, PCA, WCCN, Probe
 from .data import open_parquet, pack_path, read_pack, row_split
 from .metrics import ar_at_k, displacement, lp_at_k, pair_distances, replicates, separation
@@ -638,8 +638,7 @@ def run_grid(
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if not todo: return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = ProcessPoolExecutor(min(workers or min(cores, 8), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
+    pool = ProcessPoolExecutor(min(workers or min(usable_cores(), 8), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
     try:
         waiting = {pool.submit(_work, c, store, packs): c for c in todo}
         with tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True) as bar:
