@@ -438,7 +438,7 @@ def migrate_index(
     "Build a version beside the one that is served."
     m, source = as_map(adapter), Path(source)
     name = m.fingerprint[:16]
-    if name in store.versions(): return name
+    if name in store.versions(): return _swept(store, name)
     opened = rows_in(source, m.d, column)
     if ids is None and opened.pack:
         import pyarrow.parquet as pq
@@ -447,7 +447,11 @@ def migrate_index(
     adapted = store.folder/f"{name}.rows{source.suffix}"
     if not adapted.exists(): transform_file(_module(m), source, adapted, column=column, progress=progress)
     _filled(m, rows_in(adapted, m.d, opened.column), factory, ids, batch).save(store.folder/name)
-    adapted.unlink()
+    return _swept(store, name)
+
+def _swept(store, name):
+    "The name of a finished version, without what its making left behind."
+    for path in store.folder.glob(f"{name}.rows*"): path.unlink()
     return name
 
 # %% ../nbs/15_index.ipynb #sentenceadapter

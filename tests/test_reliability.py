@@ -21,7 +21,7 @@ from ega.adapters import EGABlock, Linear, LoRA, adapter_fingerprint, load_adapt
 from ega.closed_form import WCCN
 from ega.core import InputError, atomic_path, fingerprint, normalize, streams, torch_generator
 from ega.estimator import EGA, evaluate
-from ega.index import AdaptedIndex
+from ega.index import AdaptedIndex, IndexStore
 from ega.monitor import Monitor
 from ega.search import knn, loo_knn
 from ega.sparsity import class_index, in_batch_triplets, whole_set_triplets
@@ -99,7 +99,17 @@ def indexed(folder):
     AdaptedIndex(np.eye(6, dtype="f4")).add(rows(30)).save(folder/"i")
     return fingerprint(*AdaptedIndex.load(folder/"i").search(rows(3, seed=1), 3)).encode()
 
-WORK = {"embed": embed, "transform": stored, "fit": fitted, "grid": grid, "save": saved, "index": indexed}
+def migrated(folder):
+    "Beside the version that is served, and then instead of it."
+    store, raw, m = IndexStore(folder/"v"), folder/"x.npy", np.diag(np.arange(1, 7)).astype("f4")
+    if not raw.exists():
+        with atomic_path(raw) as t, open(t, "wb") as f: np.save(f, rows(60))
+    if store.current is None: store.switch(store.migrate(np.eye(6, dtype="f4"), raw))
+    assert len(store.open(store.current)) == 60                         # whatever was killed, something whole is served
+    store.switch(store.migrate(m, raw))
+    return fingerprint(*store.open(adapter=m).search(rows(3, seed=1), 3)).encode()
+
+WORK = {"embed": embed, "transform": stored, "fit": fitted, "grid": grid, "save": saved, "index": indexed, "migrate": migrated}
 
 
 @needs_fork
@@ -130,6 +140,39 @@ def test_a_kill_before_any_step_on_the_disk_is_survived(tmp_path, count, pytestc
 
 
 # -- several processes ---------------------------------------------------------------------------------------
+
+MIGRATION = """
+import sys, time
+from ega.closed_form import WCCN
+from ega.data import read_pack
+from ega.index import as_map
+from ega.lance import migrate_table, write_table
+es = read_pack(sys.argv[1]); m = as_map(WCCN(.3).fit(es.x, es.y))
+def adapted(x): print("batch", flush=True); time.sleep(.05); return m.transform(x)
+migrate_table(write_table(sys.argv[2], es, batch=40), m._replace(transform=adapted), batch=16)
+print("done", flush=True)
+"""
+
+def test_a_table_that_is_migrated_survives_kills(tmp_path, count):
+    "Killed in its first, second and fifth batch; the old column answers all the while, and the new one is that of an unbroken run."
+    pytest.importorskip("lancedb")
+    from ega.lance import open_table, served
+    es = data.EmbeddingSet(normalize(rows(200)), labels(200), [f"r{i}" for i in range(200)], ["t"]*200, tuple(map(str, range(int(labels(200).max()) + 1))), {"set": "s", "encoder": "e"})
+    data.write_pack(es, tmp_path/"p.parquet", dtype="float32")
+    command = [sys.executable, "-c", MIGRATION, str(tmp_path/"p.parquet"), str(tmp_path/"t.lance")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for kills, batches in enumerate((1, 2, 5), 1):
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
+            for _ in range(batches): assert child.stdout.readline() == "batch\n"
+            child.kill()
+        assert open_table(tmp_path/"t.lance").count_rows() == 200 and served(open_table(tmp_path/"t.lance")) == "vector"
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.count("batch") < 13 == -(-200//16)     # what was written is not written again
+    white = WCCN(.3).fit(es.x, es.y)
+    table = open_table(tmp_path/"t.lance").to_arrow()
+    column, order = next(c for c in table.column_names if c.startswith("adapted_")), np.argsort([int(i[1:]) for i in table["id"].to_pylist()])
+    assert np.abs(np.array(table[column].to_pylist())[order] - white.transform(es.x)).max() < 1e-6
+    count("kills survived: migrate of a table", kills)
+
 
 def forked(*works):
     "Works in processes of their own, all at once; what they could not do is raised here."
