@@ -136,7 +136,7 @@ def nca_half_repulsion(
     "The loss released as SRL: NCA with its repulsion times lam (hpdic/EGA, scripts/20)."
     s, pos = _logits(z, y, tau)
     count = pos.sum(1).to(s.dtype) + 1
-    attract = torch.logaddexp(_lse(s, pos) - count.log(), s.new_tensor(1e-8).log())
+    attract = torch.logaddexp(_lse(s, pos) - count.log(), s.new_full((), 1e-8).log())
     spread = s.logsumexp(1) if len(z) > 1 else torch.zeros_like(attract)
     return lam*spread.mean() - attract.mean()
 
