@@ -426,6 +426,7 @@ def main(
 ):              # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted
     "Run a command; the way from here to the answer is the same for all."
     args = parser().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")    # before torch loads: on a busy machine threads that spin while they wait starve each other
     from ega.core import InputError                    # after the parsing: help needs no NumPy
     try: args.run(args)
     except InputError as error: print(f"ega: {error}", file=sys.stderr); return 2
