@@ -196,7 +196,7 @@ def ask(
     if k < 1: raise InputError(f"k must be >= 1, got {k}")
     if adapted_by is not None: _same(index.map, adapted_by)
     D, rows = index.index.search(index.map.transform(xq) if adapted_by is None else as_rows(xq, "xq", dim=index.map.dim), int(k))
-    if not len(index): return Neighbours(np.full(rows.shape, np.inf, np.float32), rows)
+    if not len(index): return Neighbours(np.full(rows.shape, np.inf, np.float32), np.full_like(rows, -1))       # FAISS 1.8 leaves them as they were in memory
     none = -1 if index.ids.dtype.kind == "i" else ""
     return Neighbours(np.where(rows < 0, np.float32(np.inf), D), np.where(rows < 0, none, index.ids[rows]))
 
