@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STREAMS', 'Streams', 'UNREADABLE', 'UNFOLDED', 'Labelled', 'FIXTURES', 'InputError', 'require', 'message', 'as_rows',
-           'normalize', 'check_unit', 'as_labels', 'encode_labels', 'streams', 'torch_generator', 'pick_device',
-           'usable_cores', 'locked', 'atomic_path', 'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv',
-           'open_npy', 'read_npz', 'on_circle', 'simplex']
+           'normalize', 'check_unit', 'as_labels', 'encode_labels', 'class_rows', 'streams', 'torch_generator',
+           'pick_device', 'usable_cores', 'locked', 'atomic_path', 'fingerprint', 'brief', 'check_unfolded',
+           'read_json', 'read_csv', 'open_npy', 'read_npz', 'on_circle', 'simplex']
 
 # %% ../nbs/00_core.ipynb #8be2c454
 import csv, hashlib, importlib, json, math, os, struct, tempfile, tokenize, zipfile, zlib
@@ -128,6 +128,14 @@ def encode_labels(
     classes = tuple(sorted(set(names) - {""}))
     number = {c: i for i, c in enumerate(classes)} | {"": -1}
     return np.array([number[c] for c in names], dtype=np.int64), classes
+
+def class_rows(
+    y   # (n,) int labels
+):      # list of (m,) row numbers ascending, one array a class, classes ascending; -1 is in none
+    "The rows of each class, found by one sort."
+    y = np.asarray(y)
+    order = np.argsort(y, kind="stable")[(y < 0).sum():]
+    return np.split(order, np.flatnonzero(np.diff(y[order])) + 1) if len(order) else []
 
 # %% ../nbs/00_core.ipynb #streams
 STREAMS = ("split", "init", "order", "triplets", "eval")

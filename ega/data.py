@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
-from .core import UNREADABLE, InputError, as_labels, as_rows, atomic_path, brief, check_unfolded, check_unit, fingerprint, read_json
+from .core import UNREADABLE, InputError, as_labels, as_rows, atomic_path, brief, check_unfolded, check_unit, class_rows, fingerprint, read_json
 
 # %% ../nbs/01_data.ipynb #embeddingset
 @dataclass(frozen=True, eq=False)
@@ -132,8 +132,10 @@ def write_pack(
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}      # bytes of Parquet's physical types
 
 def open_parquet(
-    path   # Parquet file
-):         # pyarrow.parquet.ParquetFile
+    path,   # Parquet file
+    *,
+    cure="copy or write it again"   # what a message says to do
+):          # pyarrow.parquet.ParquetFile
     "Open a Parquet file for reading by pages, checksums verified; or what is wrong with it."
     import pyarrow as pa, pyarrow.parquet as pq
     try:
@@ -143,7 +145,7 @@ def open_parquet(
         groups = [f.metadata.row_group(g) for g in range(f.num_row_groups)]
         check_unfolded(path, sum(max(c.total_uncompressed_size, c.num_values*WIDTHS.get(c.physical_type, 1)) for g in groups for c in map(g.column, range(g.num_columns))))
     except InputError: raise
-    except (pa.ArrowException, *UNREADABLE) as error: raise InputError(f"{path}: expected a whole Parquet file, but it cannot be read ({brief(error)}); copy or write it again") from error
+    except (pa.ArrowException, *UNREADABLE) as error: raise InputError(f"{path}: expected a whole Parquet file, but it cannot be read ({brief(error)}); {cure}") from error
     return f
 
 # %% ../nbs/01_data.ipynb #open-pack
@@ -152,7 +154,7 @@ def _open_pack(path):
     import pyarrow as pa
     path, batches, size = Path(path), [], 0
     if not path.is_file(): raise InputError(f"{path}: no such pack; expected a Parquet file written by ega.write_pack or `ega embed`")
-    f = open_parquet(path)
+    f = open_parquet(path, cure="copy or embed it again")
     try:
         for batch in f.iter_batches(2**12):                       # a few repeated texts can unfold to anything: their sum is watched
             batches.append(batch)
@@ -236,8 +238,7 @@ def row_split(
     "Divide the labelled rows into parts."
     y = as_labels(y, min_classes=1)
     if min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9: raise InputError(f"fractions must be >= 0 and add up to 1, got {tuple(fractions)}")
-    order = np.argsort(y, kind="stable")[(y < 0).sum():]                         # class after class
-    groups = np.split(order, np.flatnonzero(np.diff(y[order])) + 1) if stratify else [np.sort(order)]
+    groups = class_rows(y) if stratify else [np.flatnonzero(y >= 0)]
     parts = [[] for _ in fractions]
     for g in groups:
         cuts = _cuts(len(g), fractions, rng.random())

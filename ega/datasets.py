@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from .core import UNREADABLE, InputError, as_labels, encode_labels, read_csv, read_json, read_npz, require
+from .core import UNREADABLE, InputError, as_labels, class_rows, encode_labels, read_csv, read_json, read_npz, require
 from .data import ClassSplit
 
 # %% ../nbs/10_datasets.ipynb #source
@@ -301,8 +301,7 @@ def per_class_rows(
 ):             # sorted int64 row numbers
     "Some rows of each class, the same for the same seed."
     y, rng = as_labels(y), np.random.default_rng(seed)
-    order = np.argsort(y, kind="stable")[(y < 0).sum():]                         # class after class
-    return np.sort(np.concatenate([rng.permutation(g)[:per_class] for g in np.split(order, np.flatnonzero(np.diff(y[order])) + 1)]))
+    return np.sort(np.concatenate([rng.permutation(g)[:per_class] for g in class_rows(y)]))
 
 # %% ../nbs/10_datasets.ipynb #list
 _GET = {"imagenet": "download ILSVRC 2012 from image-net.org after signing in and name the folder that holds train/",

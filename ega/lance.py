@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import InputError, as_rows, require
+from .core import InputError, as_rows, brief, require
 from .index import as_map
 from .search import Neighbours
 
@@ -27,7 +27,7 @@ def open_table(
     path = Path(path)
     if path.suffix != ".lance" or not path.is_dir(): raise InputError(f"{path}: expected a LanceDB table, FOLDER/NAME.lance, {'got another ending' if path.exists() else 'there is none'}; write one with write_table (`ega migrate --rows`)")
     try: return require("lancedb", "deploy").connect(str(path.parent)).open_table(path.stem)
-    except (ValueError, RuntimeError) as error: raise InputError(f"{path}: expected a LanceDB table, but it cannot be opened ({str(error).splitlines()[0][:80]}); write it again") from error
+    except (ValueError, RuntimeError) as error: raise InputError(f"{path}: expected a LanceDB table, but it cannot be opened ({brief(error)}); write it again") from error
 
 def write_table(
     path,          # FOLDER/NAME.lance

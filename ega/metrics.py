@@ -11,7 +11,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from .core import InputError, as_labels, as_rows, check_unit
+from .core import InputError, as_labels, as_rows, check_unit, class_rows
 from .search import loo_knn
 
 # %% ../nbs/08_metrics.ipynb #lp-at-k
@@ -173,8 +173,7 @@ def _outcomes(values, classes):
     classes = as_labels(classes, len(values), "classes", min_classes=0)
     if (classes < 0).any(): raise InputError(f"every query must have a class, got {(classes < 0).sum()} unlabelled; drop them")
     if not len(values) or not np.isfinite(values).all(): raise InputError(f"values must be finite and at least one, got {len(values)} with {(~np.isfinite(values)).sum()} NaN or inf; drop unanswered queries first")
-    order = np.argsort(classes, kind="stable")
-    return values, np.split(order, np.flatnonzero(np.diff(classes[order])) + 1)
+    return values, class_rows(classes)
 
 def _interval(mean, means, level):
     "Percentile interval of bootstrap means."

@@ -32,7 +32,7 @@ def read_published(
     frame = frame[frame.artefact.str.match("tab:|fig:")] if len(frame) else frame
     for column, form in {"K": r"\d{0,4}", "nprobe": r"\d{0,4}|exact", "value": r"-?\d{1,9}(\.\d{1,9})?", "std": r"(\d{1,9}(\.\d{1,9})?)?"}.items():
         if len(bad := frame[~frame[column].str.fullmatch(form)]): raise InputError(f"{path}: column {column} must hold numbers, got {bad[column].iloc[0][:40]!r} in row {bad.index[0]}; take the file from the repository")
-    return frame[frame.artefact.str.match("tab:|fig:")].reset_index(drop=True)
+    return frame.reset_index(drop=True)
 
 def artefacts(
     printed   # from read_published

@@ -481,10 +481,10 @@ def _sweep(folder, parts, done):
 def _read_parquet(path, columns, may_go=False):
     "A table, with its keys whatever columns are asked for: without them rows of two runs could look alike."
     try:
-        names = open_parquet(path).schema_arrow.names
+        f = open_parquet(path)                                    # opened once: seal may put another file in its place meanwhile
+        names = f.schema_arrow.names
         if lacking := [c for c in columns or ("run_id", "query_set", "benchmark", "method", "config") if c not in names]: raise KeyError(f"no column {lacking[0]}")
-        with open(path, "rb") as f:                                # opened once: a seal may put another file in its place between the footer and the pages
-            frame = pd.read_parquet(f, columns=columns and list(dict.fromkeys([*columns, *(k for k in _KEYS if k in names)])))
+        frame = f.read(columns and list(dict.fromkeys([*columns, *(k for k in _KEYS if k in names)]))).to_pandas()
         if strange := [c for c in ("run_id", "config") if c in frame and not all(type(v) is str for v in frame[c].tolist())]: raise TypeError(f"{strange[0]} is not always a text")
         return frame
     except Exception as error:                                    # pyarrow raises a dozen kinds for a broken file

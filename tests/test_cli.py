@@ -55,6 +55,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, args, words):
 def test_unknown_arguments_are_argparse_s_exit_code_2(): assert run("reproduce", "--profile", "huge").returncode == 2 and run().returncode == 2
 
 
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(policy, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy) if policy else monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert cli.main(["info", "nothing.parquet"]) == 2
+    assert os.environ["OMP_WAIT_POLICY"] == (policy or "PASSIVE")
+
+
 def test_info_says_what_a_pack_holds(root, capsys):
     assert cli.main(["info", str(root/"data/packs/cub100__efficientnet_lite0.parquet"), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega.core import (FIXTURES, InputError, STREAMS, as_labels, as_rows, atomic_path, check_unit, encode_labels, fingerprint, normalize, on_circle, pick_device, require,
+from ega.core import (FIXTURES, InputError, STREAMS, as_labels, as_rows, atomic_path, check_unit, class_rows, encode_labels, fingerprint, normalize, on_circle, pick_device, require,
                       simplex, streams, torch_generator)
 
 REAL = st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)
@@ -83,6 +83,11 @@ def test_bad_labels_are_refused_with_the_reason(bad, kw, words):
 def test_encoded_labels_decode(names):
     y, classes = encode_labels(names)
     assert [classes[i] if i >= 0 else "" for i in y] == [n or "" for n in names] and list(classes) == sorted(set(classes))
+
+
+@given(st.lists(st.integers(-1, 4)))
+def test_class_rows_are_those_a_loop_finds(y):
+    assert [rows.tolist() for rows in class_rows(y)] == [[i for i, c in enumerate(y) if c == k] for k in sorted(set(y) - {-1})]
 
 
 def test_streams_are_named_independent_and_repeatable():

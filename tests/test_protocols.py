@@ -325,7 +325,7 @@ def test_a_broken_pack_is_named(clone, monkeypatch, capsys, tmp_path):
     path.write_bytes(path.read_bytes()[:5_000])
     monkeypatch.chdir(clone)
     assert cli.main(["reproduce", "--protocol", "released", "--only", "tab:pet_ood", "--packs", str(tmp_path), "--quiet"]) == 2
-    assert "copy or write it again" in capsys.readouterr().err
+    assert "copy or embed it again" in capsys.readouterr().err
 
 
 def test_ours_is_the_mean_of_runs_their_population_spread_and_the_minimum_over_benchmarks(packs):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import search
+from ega import runs, search
 from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, pack_path, write_pack
 from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
@@ -325,3 +325,19 @@ def test_asking_for_few_columns_loses_no_row(tmp_path):
     rows = pd.DataFrame({"run_id": ["a", "a", "b", "b"], "query_set": ["seen", "unseen"]*2, "lp1": [.5]*4})
     Store(tmp_path, "x").write(rows)
     assert len(Store(tmp_path, "x").read(["lp1"])) == 4 and list(Store(tmp_path, "x").read(["lp1"])) == ["lp1"]
+
+
+def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
+    store, opened = Store(tmp_path, "unseen"), runs.open_parquet
+    first, second = [pd.DataFrame({"run_id": names, "query_set": "seen", "benchmark": "b", "method": "m", "config": "{}"}) for names in (["a"], ["b", "c"])]
+    store.write(first)
+
+    def replaced(path):
+        "Another process seals between the footer and the pages."
+        f = opened(path)
+        store.write(second)
+        return f
+    monkeypatch.setattr(runs, "open_parquet", replaced)
+    assert store.read().run_id.tolist() == ["a"]
+    monkeypatch.undo()
+    assert store.read().run_id.tolist() == ["b", "c"]
