@@ -4,16 +4,16 @@ import itertools
 import numpy as np
 import pytest
 
-from ega.closed_form import LDA, PCA, WCCN, Ridge, inverse_root, scatter
+from ega.closed_form import LDA, PCA, WCCN, GuardedWCCN, Ridge, inverse_root, scatter
 from ega.core import InputError, normalize
 
-MAPS = [WCCN(), WCCN(.2, power=.5, center=True), LDA(), LDA(3, shrinkage=.5, center=True), PCA(), PCA(4, shrinkage=.3), PCA(whiten=False), Ridge(.01)]
+MAPS = [WCCN(), WCCN(.2, power=.5, center=True), GuardedWCCN(), LDA(), LDA(3, shrinkage=.5, center=True), PCA(), PCA(4, shrinkage=.3), PCA(whiten=False), Ridge(.01)]
 
 
-def clouds(classes=20, n=15, d=8, seed=0):
+def clouds(classes=20, n=15, d=8, seed=0, width=.6):
     rng = np.random.default_rng(seed)
     y = np.repeat(np.arange(classes), n)
-    spread = np.linalg.qr(rng.normal(size=(d, d)))[0]*np.geomspace(.6, .06, d)
+    spread = np.linalg.qr(rng.normal(size=(d, d)))[0]*np.geomspace(width, width/10, d)
     return normalize(normalize(rng.normal(size=(classes, d)))[y] + rng.normal(size=(len(y), d)) @ spread.T), y
 
 
@@ -96,6 +96,49 @@ def test_lda_with_few_classes_is_scikit_learns_projection(center):
 def test_lda_with_enough_classes_is_wccn_after_l2():
     x, y = clouds()
     for l in (.1, .6): assert np.allclose(LDA(shrinkage=l).fit_transform(x, y) @ LDA(shrinkage=l).fit_transform(x, y).T, WCCN(l).fit_transform(x, y) @ WCCN(l).fit_transform(x, y).T, atol=1e-5)
+
+
+def idle(classes=20, n=30, d=12, seed=0):
+    "Classes that differ along the directions in which they are wide, and many narrow directions that say nothing."
+    rng = np.random.default_rng(seed)
+    y = np.repeat(np.arange(classes), n)
+    return normalize(np.hstack([rng.normal(size=(classes, d))[y] + rng.normal(size=(len(y), d)), .3*rng.normal(size=(len(y), 16*d))])), y
+
+
+def test_the_guard_keeps_whitening_that_helps_and_drops_one_that_harms():
+    for (x, y), helps in ((clouds(width=1.5), True), (idle(), False)):
+        m = GuardedWCCN().fit(x, y)
+        assert len(m.change_) == 20 and (m.change_.mean() > 5 if helps else m.change_.mean() < -5)
+        assert np.array_equal(m.matrix_, WCCN().fit(x, y).matrix_ if helps else np.eye(x.shape[1]))
+
+
+def test_the_guard_asks_each_class_once_of_a_whitening_that_never_saw_it():
+    x, y = clouds(9, 6, 8, width=3.)
+    m = GuardedWCCN(folds=4, seed=3).fit(x, y)
+    order, change = np.random.default_rng(3).permutation(9), []
+    for part in np.array_split(order, 4):
+        u = np.flatnonzero(np.isin(y, part))
+        z = WCCN().fit(x[~np.isin(y, part)], y[~np.isin(y, part)]).transform(x[u])
+        hits = [y[u][np.argsort(distances(v) + 9*np.eye(len(u)), 1)[:, 0]] == y[u] for v in (x[u], z)]
+        change += [100*(hits[1][y[u] == c].mean() - hits[0][y[u] == c].mean()) for c in part]
+    assert np.allclose(m.change_, change) and any(change)
+
+
+def test_a_whitening_nobody_can_ask_about_stays():
+    x, y = clouds(7)                                        # fewer than two classes a part
+    assert len(GuardedWCCN().fit(x, y).change_) == 0 and np.array_equal(GuardedWCCN().fit(x, y).matrix_, WCCN().fit(x, y).matrix_)
+    x, y = clouds(20, 15)
+    lone = np.r_[np.arange(15*7), np.arange(15*7, 300, 15)]  # seven classes with mates and thirteen of one row
+    assert len(GuardedWCCN().fit(x[lone], y[lone]).change_) == 0
+
+
+@pytest.mark.parametrize("limit", [2, 40])
+def test_the_guard_asks_no_more_rows_than_its_limit(limit, monkeypatch):
+    import ega.closed_form
+    asked, loo_lp = [], ega.closed_form.loo_lp
+    monkeypatch.setattr(ega.closed_form, "loo_lp", lambda x, y: asked.append(len(x)) or loo_lp(x, y))
+    GuardedWCCN(limit=limit).fit(*clouds())
+    assert len(asked) == 8 and max(asked) <= limit
 
 
 def test_learned_whitening_is_wccn():
