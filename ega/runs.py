@@ -22,9 +22,9 @@ import pandas as pd
 
 import ega
 from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator, usable_cores
-from .closed_form import LDA, PCA, WCCN, Probe
+from .closed_form import LDA, PCA, WCCN, GuardedWCCN, Probe
 from .data import open_parquet, pack_path, read_pack, row_split
-from .metrics import ar_at_k, displacement, lp_at_k, pair_distances, replicates, separation
+from .metrics import ar_at_k, cosine_spread, displacement, lp_at_k, pair_distances, replicates, separation
 from .protocols import BENCHMARKS, EMBEDDED, PROTOCOLS, Protocol, benchmark_of, outcomes, rows_of, split_of
 from .search import Neighbours, ivf_sweep, knn, loo_knn
 from .training import TrainConfig, later, plain
@@ -45,7 +45,7 @@ class LossConfig:
     "What is minimised."
     kind: str                       # a key of LOSSES
     margin: float | None = None     # triplet: Euclidean distance
-    tau: float | None = None        # dense losses: temperature
+    tau: float | None = None        # other losses: temperature; None: the spread of the cosines of other-class pairs at the start, at least .01
     sampler: str | None = None      # triplet: "in_batch" or "whole_set"
     lam: float = 0.                 # weight of the preservation term
     self_positive: bool = later(False)    # triplet from the whole set: may an anchor be its own positive?
@@ -155,13 +155,14 @@ def objective_of(
     from ega.sparsity import class_index
     from ega.training import dense, in_batch, preserving, proxied, whole_set
     index = class_index(torch.as_tensor(y, device=device))
+    tau = max(cosine_spread(x, y, np.random.default_rng(0)), .01) if config.tau is None and config.kind != "triplet" else config.tau     # classes at equal angles have no spread
     if config.kind == "triplet":
         if config.sampler not in ("in_batch", "whole_set"): raise InputError(f"sampler must be in_batch or whole_set, got {config.sampler!r}")
         objective = in_batch(config.margin) if config.sampler == "in_batch" else whole_set(config.margin, index, self_positive=config.self_positive)
     elif config.kind in ("supcon", "nca", "icon", "icon_self_included", "nca_half_repulsion"):
-        objective = dense(partial(getattr(losses, config.kind), tau=config.tau))
+        objective = dense(partial(getattr(losses, config.kind), tau=tau))
     elif config.kind in ("cosface", "proxy_anchor"):
-        objective = proxied(partial(getattr(losses, config.kind), margin=config.margin, tau=config.tau), index, torch.as_tensor(x, device=device))
+        objective = proxied(partial(getattr(losses, config.kind), margin=config.margin, tau=tau), index, torch.as_tensor(x, device=device))
     else: raise InputError(f"loss kind must be triplet, supcon, nca, icon, icon_self_included, nca_half_repulsion, cosface or proxy_anchor, got {config.kind!r}")
     return preserving(objective, config.lam) if config.lam else objective
 
@@ -173,10 +174,11 @@ def geometry_of(
     "The closed form, fitted on the fit rows, that an adapter starts from."
     if config.geometry == "raw": return None
     if config.geometry == "wccn": return WCCN(shrinkage=config.shrinkage).fit(x, y)
+    if config.geometry == "guarded_wccn": return GuardedWCCN(shrinkage=config.shrinkage).fit(x, y)
     if config.geometry == "lda": return LDA(shrinkage=config.shrinkage).fit(x, y)
     if config.geometry == "pca": return PCA(shrinkage=config.shrinkage).fit(x)
     if config.geometry == "probe": return Probe().fit(x, y)
-    raise InputError(f"geometry must be raw, wccn, lda, pca or probe, got {config.geometry!r}")
+    raise InputError(f"geometry must be raw, wccn, guarded_wccn, lda, pca or probe, got {config.geometry!r}")
 
 # %% ../nbs/11_runs.ipynb #trained
 Trained = namedtuple("Trained", "geometry adapter history")        # each None where there is none

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ega.core import InputError, normalize, on_circle, streams
-from ega.metrics import _pairs, _sums, ar_at_k, bootstrap, bootstrap_worst, displacement, loo_lp, lp_at_k, pair_stats, replicates
+from ega.core import InputError, normalize, on_circle, simplex, streams
+from ega.metrics import _pairs, _sums, ar_at_k, bootstrap, bootstrap_worst, cosine_spread, displacement, loo_lp, lp_at_k, pair_stats, replicates
 from ega.search import Neighbours, ivf_sweep, knn
 
 
@@ -118,6 +118,13 @@ def test_pairs_are_of_their_kind_and_class_uniform():
     assert np.abs(np.bincount(y[b])/30_000 - 1/4).max() < .012 and np.abs(np.bincount(y[n])/30_000 - 1/4).max() < .012
     tiny = np.flatnonzero(y == 2)
     assert len({(i, j) for i, j in zip(a, p) if i in tiny}) == 6                                 # every ordered pair occurs
+
+
+def test_cosine_spread_is_that_of_all_pairs_of_two_classes():
+    x, y = clouds(6, 10, 5)
+    cosines = (x @ x.T)[y[:, None] != y]
+    assert abs(cosine_spread(x, y, np.random.default_rng(5)) - cosines.std()) < .01
+    assert cosine_spread(simplex(4)[[0, 0, 1, 2, 3]], [0, 0, 1, 2, 3], np.random.default_rng(5)) < 1e-6
 
 
 def test_pair_stats_equal_scikit_learn_on_the_same_pairs():

@@ -13,9 +13,10 @@ import pandas as pd
 import pytest
 
 from ega import runs, search
-from ega.core import InputError, normalize
+from ega.core import InputError, normalize, simplex
 from ega.data import EmbeddingSet, pack_path, write_pack
-from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, run_grid, split_of, summarize)
+from ega.metrics import cosine_spread
+from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, run_grid, split_of, summarize, trained)
 
 BUDGET = dict(hidden=16, epochs=2)
 
@@ -256,6 +257,17 @@ def test_closed_and_open_leak_ask_the_same_of_the_same_gallery(packs):
     assert set(b.fit) == set(a.fit) | set(a.seen_queries) == set(range(len(es))) and not set(a.fit) & set(a.seen_queries)
     with pytest.raises(InputError, match="fit and seen_queries share"): check_split(b, es.y)
     assert set(execute(closed, packs).query_set) == set(execute(leaky, packs).query_set) == {"seen"} and set(execute(strict, packs).query_set) == {"seen", "seen_fit_gallery"}
+
+
+def test_a_temperature_that_is_not_named_is_the_spread_of_cosines(packs):
+    config = config_of("unseen", "cub100", "supcon", **BUDGET)
+    es, other = rows_of(config, packs)
+    fit = split_of(config, es, other).fit
+    x, y = es.x[fit], es.y[fit]
+    adapted = [trained(replace(config, loss=replace(config.loss, tau=tau)), x, y, device="cpu").history.loss for tau in (None, cosine_spread(x, y, np.random.default_rng(0)), .07)]
+    assert np.array_equal(adapted[0], adapted[1]) and not np.array_equal(adapted[0], adapted[2])
+    corners, four = np.repeat(simplex(4), 5, 0), np.repeat(np.arange(4), 5)
+    assert np.isfinite(trained(replace(config, loss=replace(config.loss, tau=None)), corners, four, device="cpu").history.loss).all()
 
 
 def test_rank_is_of_lora_alone():
