@@ -112,6 +112,14 @@ def test_the_guard_keeps_whitening_that_helps_and_drops_one_that_harms():
         assert np.array_equal(m.matrix_, WCCN().fit(x, y).matrix_ if helps else np.eye(x.shape[1]))
 
 
+@pytest.mark.parametrize("mean, harms", [(-2., True), (-.5, False), (.5, False)])
+def test_a_harm_is_more_than_a_standard_error(mean, harms, monkeypatch):
+    import ega.closed_form
+    monkeypatch.setattr(ega.closed_form, "_left_out", lambda *_: (mean + np.tile([-4., 4.], 8))/100)          # of a standard error of 1.03 points
+    x, y = clouds()
+    assert np.array_equal(GuardedWCCN().fit(x, y).matrix_, np.eye(8)) == harms
+
+
 def test_the_guard_asks_each_class_once_of_a_whitening_that_never_saw_it():
     x, y = clouds(9, 6, 8, width=3.)
     m = GuardedWCCN(folds=4, seed=3).fit(x, y)
