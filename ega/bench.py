@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from .core import InputError, atomic_path, require, usable_cores
+from .core import InputError, as_count, atomic_path, peak_mb, require, usable_cores
 
 # %% ../nbs/19_bench.ipynb #74efcf54
 Job = namedtuple("Job", "work units before", defaults=(None,))
@@ -34,11 +34,6 @@ def _cpu_seconds():
     except ImportError: return time.process_time()
     r = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + r.ru_utime + r.ru_stime
-
-def _peak_mb(pid="self"):
-    "Peak of the resident memory in MB since it was last reset; nan where the system does not say."
-    try: return next(int(line.split()[1])/1024 for line in open(f"/proc/{pid}/status") if line.startswith("VmHWM"))
-    except (OSError, StopIteration): return float("nan")
 
 def _reset_peak():
     try: Path("/proc/self/clear_refs").write_text("5")
@@ -54,7 +49,7 @@ def measure(
     cpu, wall = _cpu_seconds(), time.perf_counter()
     told = job.work()
     wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
-    return {"wall_s": wall, "cpu_s": cpu, "peak_rss_mb": _peak_mb(), "work": job.units} | (told if isinstance(told, dict) else {})
+    return {"wall_s": wall, "cpu_s": cpu, "peak_rss_mb": peak_mb(), "work": job.units} | (told if isinstance(told, dict) else {})
 
 # %% ../nbs/19_bench.ipynb #watch
 def _watch(parent, folder):
@@ -854,7 +849,7 @@ def bench(
     import pandas as pd
     from tqdm import tqdm
     if unknown := set(only or ()) - set(GROUPS): raise InputError(f"unknown groups {sorted(unknown)}; there are {', '.join(GROUPS)}")
-    if type(threads) is not int or threads < 1: raise InputError(f"threads must be an integer >= 1, got {threads!r}")
+    threads = as_count(threads, "threads")
     todo = [(name, size) for name, g in GROUPS.items() if not only or name in only for size in (g.quick if quick else g.sizes)]
     rows = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tqdm(total=len(todo), unit="race", disable=not progress, dynamic_ncols=True) as bar:

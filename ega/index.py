@@ -18,9 +18,9 @@ import torch
 
 from .adapters import KINDS, Linear, adapter_fingerprint, l2, load_adapter, save_adapter, transform
 from .closed_form import LinearMap
-from .core import UNREADABLE, InputError, as_rows, atomic_path, brief, check_unit, fingerprint, normalize, read_json, require
+from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, file_hash, fingerprint, normalize, read_json
 from .deploy import rows_in, transform_file
-from .search import Neighbours, knn
+from .search import Neighbours, knn, load_faiss
 
 # %% ../nbs/15_index.ipynb #linear
 Map = namedtuple("Map", "transform d dim fingerprint matrix module")     # matrix (dim, d) or None; module: of ega.adapters, or None
@@ -107,8 +107,6 @@ def load_map(
     return m
 
 # %% ../nbs/15_index.ipynb #faiss
-def _faiss(): return require("faiss", "cpu")
-
 def _ids(ids, n, have):
     "The ids of n new rows, none of which is there already."
     if ids is None:
@@ -138,9 +136,9 @@ class AdaptedIndex:
         ids=None           # of the rows in the index; None: 0, 1, 2
     ):
         self.map = as_map(adapter)
-        self.index = _faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
+        self.index = load_faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
         if self.index.d != self.map.dim: raise InputError(f"the index must have {self.map.dim} columns, as the adapter leaves, got {self.index.d}")
-        if self.index.metric_type != _faiss().METRIC_L2: raise InputError("the index must measure squared L2; for unit rows inner product gives the same order")
+        if self.index.metric_type != load_faiss().METRIC_L2: raise InputError("the index must measure squared L2; for unit rows inner product gives the same order")
         self.ids = _ids(ids, self.index.ntotal, np.empty(0, np.int64))
 
     @property
@@ -159,7 +157,7 @@ class AdaptedIndex:
 
     def tune(self, **settings):   # nprobe=8, efSearch=64: the names of faiss.ParameterSpace -> self
         "Set search parameters of the index, whatever it is wrapped in."
-        for name, value in settings.items(): _faiss().ParameterSpace().set_index_parameter(self.index, name, value)
+        for name, value in settings.items(): load_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
 
     def save(self, folder): return save_index(self, folder)
@@ -193,9 +191,9 @@ def ask(
     adapted_by    # None: queries are raw; else the fingerprint of who adapted them
 ):                # Neighbours with ids of the user
     "Search an index."
-    if k < 1: raise InputError(f"k must be >= 1, got {k}")
+    k = as_count(k, "k")
     if adapted_by is not None: _same(index.map, adapted_by)
-    D, rows = index.index.search(index.map.transform(xq) if adapted_by is None else as_rows(xq, "xq", dim=index.map.dim), int(k))
+    D, rows = index.index.search(index.map.transform(xq) if adapted_by is None else as_rows(xq, "xq", dim=index.map.dim), k)
     if not len(index): return Neighbours(np.full(rows.shape, np.inf, np.float32), np.full_like(rows, -1))       # FAISS 1.8 leaves them as they were in memory
     none = -1 if index.ids.dtype.kind == "i" else ""
     return Neighbours(np.where(rows < 0, np.float32(np.inf), D), np.where(rows < 0, none, index.ids[rows]))
@@ -205,17 +203,9 @@ def _put(folder, stem, ending, write):
     "Write a file under a name that holds its hash; a second time it is there already."
     with atomic_path(folder/f"{stem}{ending}") as t:
         write(t)
-        name = f"{stem}-{_hash(t)}{ending}"
+        name = f"{stem}-{file_hash(t)[:16]}{ending}"
     (folder/f"{stem}{ending}").replace(folder/name)
     return name
-
-def _hash(path):
-    "The first digits of the SHA-256 of a file, read in pieces."
-    import hashlib
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while piece := f.read(2**20): digest.update(piece)
-    return digest.hexdigest()[:16]
 
 _OURS = re.compile(r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|\.(index|ids|about)\..*\.tmp")      # what a save that was killed leaves
 
@@ -228,7 +218,7 @@ def save_index(
     folder = Path(folder)
     if folder.exists() and not (folder/"about.json").exists() and not all(_OURS.fullmatch(f.name) for f in folder.iterdir()): raise InputError(f"{folder} holds other things; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [_put(folder, "index", ".faiss", lambda t: _faiss().write_index(index.index, str(t)))]
+    kept = [_put(folder, "index", ".faiss", lambda t: load_faiss().write_index(index.index, str(t)))]
     if index.ids.dtype.kind == "i": kept.append(_put(folder, "ids", ".safetensors", lambda t: save_file({"ids": index.ids}, t)))
     else: kept.append(_put(folder, "ids", ".json", lambda t: t.write_text(json.dumps(index.ids.tolist(), ensure_ascii=False), encoding="utf-8")))
     about = {"index": kept[0], "ids": kept[1], "fingerprint": index.fingerprint, "rows": len(index), "d": index.map.d, "dim": index.map.dim}
@@ -251,8 +241,8 @@ def load_index(
     for key in ("index", "ids", "fingerprint"): _plain(about.get(key), folder/"about.json")
     m = load_map(folder/f"adapter-{about['fingerprint'][:16]}", about["fingerprint"], adapter)
     for name in (about["index"], about["ids"]):
-        if not (folder/name).is_file() or _hash(folder/name) not in name: raise InputError(f"{folder/name} is missing or was changed after writing; copy or save the folder again")
-    try: index = _faiss().read_index(str(folder/about["index"]))
+        if not (folder/name).is_file() or file_hash(folder/name)[:16] not in name: raise InputError(f"{folder/name} is missing or was changed after writing; copy or save the folder again")
+    try: index = load_faiss().read_index(str(folder/about["index"]))
     except UNREADABLE as error: raise InputError(f"{folder/about['index']}: FAISS cannot read it ({brief(error)}); save the index again") from error
     return AdaptedIndex(m, index, _stored_ids(folder/about["ids"]))
 
@@ -278,7 +268,7 @@ def fold(
     index      # FAISS index of adapted rows, empty or not, or an AdaptedIndex (row numbers stand for its ids)
 ):             # faiss.IndexPreTransform that takes raw rows
     "Put matrix and norm in front of an index."
-    faiss, m = _faiss(), as_map(adapter)
+    faiss, m = load_faiss(), as_map(adapter)
     if m.matrix is None: raise InputError("only a linear adapter can be folded into an index; distill this one first and look at what that loses")
     if isinstance(index, AdaptedIndex): _same(m, index.fingerprint); index = index.index
     if index.d != m.dim: raise InputError(f"the index must have {m.dim} columns, as the adapter leaves, got {index.d}")

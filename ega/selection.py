@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from .core import InputError, as_labels, check_unit, as_rows, streams
+from .core import InputError, as_count, as_labels, as_rows, check_unit, streams
 from .data import row_split
 from .metrics import lp_at_k, replicates
 from .runs import GRIDS, METHODS, RunConfig, fit_adapter
@@ -54,7 +54,7 @@ def leave_classes_out(
     fit=.75    # share of the rows of a class that is trained on
 ):             # list of Folds
     "Divide the seen classes, so that each is pseudo-unseen once."
-    y = as_labels(y, min_classes=folds)
+    y = as_labels(y, min_classes=as_count(folds, "folds"))
     if folds < 2: raise InputError(f"folds must be >= 2, got {folds}; something must be left to train on")
     out = []
     for part in np.array_split(rng.permutation(np.unique(y[y >= 0])), folds):

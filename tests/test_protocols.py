@@ -290,7 +290,7 @@ def test_other_packs_are_missing_by_number_and_nothing_is_run(clone, packs, monk
 
 
 @pytest.mark.parametrize("args,words", [(("--protocol", "paper", "--only", "tab:nowhere"), "the paper has no 'tab:nowhere'"), (("--only", "tab:ood_summary"), "or --protocol for a table of the paper"),
-                                        (("--protocol", "paper", "--only", "tab:pet_ood", "--epochs", "0"), "epochs must be >= 1, got 0")])
+                                        (("--protocol", "paper", "--only", "tab:pet_ood", "--epochs", "0"), "epochs must be an integer >= 1, got 0")])
 def test_unknown_names_are_one_sentence(clone, monkeypatch, capsys, args, words):
     monkeypatch.chdir(clone)
     assert cli.main(["reproduce", *args]) == 2
