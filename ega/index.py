@@ -10,6 +10,7 @@ __all__ = ['Map', 'TRAIN', 'PULLS', 'Distilled', 'Evened', 'as_map', 'save_map',
 # %% ../nbs/15_index.ipynb #b8c0bff3
 import json, re, shutil
 from collections import namedtuple
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -128,6 +129,12 @@ def _same(m, adapted_by):
     "Refuse rows that another adapter adapted."
     if adapted_by != m.fingerprint: raise InputError(f"these vectors were adapted by {str(adapted_by)[:12]}.., the index holds vectors of {m.fingerprint[:12]}..; adapt the raw rows, or migrate the index")
 
+@contextmanager
+def _faiss_takes(what):
+    "What FAISS refuses, as an InputError that ends in its last words."
+    try: yield
+    except RuntimeError as error: raise InputError(f"{what}; FAISS says: {str(error).rsplit(': ', 1)[-1]}") from error
+
 class AdaptedIndex:
     "A FAISS index of adapted rows that is asked with raw ones."
     def __init__(self,
@@ -136,7 +143,8 @@ class AdaptedIndex:
         ids=None           # of the rows in the index; None: 0, 1, 2
     ):
         self.map = as_map(adapter)
-        self.index = load_faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
+        with _faiss_takes(f"index must be a factory string such as Flat or IVF100,Flat, got {index!r}"):
+            self.index = load_faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
         if self.index.d != self.map.dim: raise InputError(f"the index must have {self.map.dim} columns, as the adapter leaves, got {self.index.d}")
         if self.index.metric_type != load_faiss().METRIC_L2: raise InputError("the index must measure squared L2; for unit rows inner product gives the same order")
         self.ids = _ids(ids, self.index.ntotal, np.empty(0, np.int64))
@@ -157,7 +165,8 @@ class AdaptedIndex:
 
     def tune(self, **settings):   # nprobe=8, efSearch=64: the names of faiss.ParameterSpace -> self
         "Set search parameters of the index, whatever it is wrapped in."
-        for name, value in settings.items(): load_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
+        for name, value in settings.items():
+            with _faiss_takes(f"{name} must be a search parameter of {type(self.index).__name__}, got {name}={value!r}"): load_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
 
     def save(self, folder): return save_index(self, folder)
@@ -165,6 +174,10 @@ class AdaptedIndex:
     def load(folder, adapter=None): return load_index(folder, adapter)
 
 # %% ../nbs/15_index.ipynb #add-rows
+def _train(inner, rows):
+    "Train an index of FAISS."
+    with _faiss_takes(f"{len(rows)} rows cannot train this index, expected more; add more at once or choose fewer lists"): inner.train(rows)
+
 def add_rows(
     index,        # AdaptedIndex
     x,            # (n, d) rows: array, memory map or tensor
@@ -179,7 +192,7 @@ def add_rows(
     if len(np.shape(x)) != 2 or x.shape[1] != width: raise InputError(f"x must have shape (n, {width}), got {np.shape(x)}; were the vectors made by another encoder?")
     new = _ids(ids, len(x), index.ids)
     def adapted(rows): return m.transform(rows) if adapted_by is None else check_unit(as_rows(rows, dim=m.dim), "x")
-    if not inner.is_trained: inner.train(adapted(x[::-(-len(x)//TRAIN)]))
+    if not inner.is_trained: _train(inner, adapted(x[::-(-len(x)//TRAIN)]))
     for i in range(0, len(x), batch): inner.add(adapted(x[i:i + batch]))
     index.ids = np.concatenate([index.ids, new]) if len(index.ids) else new
     return index
@@ -371,10 +384,10 @@ def _module(m):
     with torch.no_grad(): module.weight.copy_(torch.from_numpy(m.matrix) - torch.eye(m.d))
     return module.eval()
 
-def _filled(m, rows, factory, ids, batch):
-    "An AdaptedIndex of rows that are adapted already, trained on evenly spaced ones."
-    index, step = AdaptedIndex(m, factory), -(-rows.n//TRAIN)
-    if not index.index.is_trained: index.index.train(np.concatenate([b[-i*batch % step::step] for i, b in enumerate(rows.blocks(0, batch))]))
+def _filled(index, rows, ids, batch):
+    "An AdaptedIndex with rows that are adapted already, trained on evenly spaced ones."
+    step = -(-rows.n//TRAIN)
+    if not index.index.is_trained: _train(index.index, np.concatenate([b[-i*batch % step::step] for i, b in enumerate(rows.blocks(0, batch))]))
     for b in rows.blocks(0, batch): index.index.add(check_unit(as_rows(b), "x"))
     index.ids = ids
     return index
@@ -429,14 +442,14 @@ def migrate_index(
     m, source = as_map(adapter), Path(source)
     name = m.fingerprint[:16]
     if name in store.versions(): return _swept(store, name)
-    opened = rows_in(source, m.d, column)
+    opened, index = rows_in(source, m.d, column), AdaptedIndex(m, factory)      # refused before hours go into rows
     if ids is None and opened.pack:
         import pyarrow.parquet as pq
         ids = pq.read_table(source, columns=["id"])["id"].to_pylist()
     ids = _ids(ids, opened.n, np.empty(0, np.int64))
     adapted = store.folder/f"{name}.rows{source.suffix}"
     if not adapted.exists(): transform_file(_module(m), source, adapted, column=column, progress=progress)
-    _filled(m, rows_in(adapted, m.d, opened.column), factory, ids, batch).save(store.folder/name)
+    _filled(index, rows_in(adapted, m.d, opened.column), ids, batch).save(store.folder/name)
     return _swept(store, name)
 
 def _swept(store, name):
