@@ -243,7 +243,6 @@ def plain_block(
     state={}  # state dict to start from; empty: torch's own start, last layer zero
 ):            # nn.Module with the parameter names of EGABlock
     "The released adapter in ordinary torch."
-    import torch
     from torch import nn
     class Block(nn.Module):
         def __init__(self):

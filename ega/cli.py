@@ -60,7 +60,7 @@ def _reproduce(args):
 # %% ../nbs/18_cli.ipynb #published
 def _published(args):
     "Tables and figures of the paper under a protocol: what is missing, what can be run, published beside ours."
-    from ega.published import artefacts, as_text, cells_of, overview, read_published, run_cells
+    from ega.published import as_text, cells_of, overview, read_published, run_cells
     from ega.runs import Store
     root = repository()
     packs, store, printed = Path(args.packs or root/"build/packs"), Store(root/"build/paper", args.protocol), read_published(root/"data/published.csv")

@@ -621,7 +621,7 @@ def transform_ray(
     module, source, target = _settings(adapter, source, target, how)
     if not source.is_dir(): raise InputError(f"{source}: expected a folder of shards; use transform_file for one file")
     shards, path = _shards(source, module.d, column), str(Path(adapter).resolve())
-    with _cluster(address) as ray, _folder(module, shards, target, how) as part:
+    with _cluster(address), _folder(module, shards, target, how) as part:
         found = total = sum(r.n for r in shards)
         if part:
             data = require("ray.data", "ray")
