@@ -278,7 +278,8 @@ def _search(args):
 # %% ../nbs/18_cli.ipynb #bench
 def _bench(args):
     "Race the groups, print the ratios, keep the rows."
-    from ega.bench import as_text, bench, ratios, write
+    from ega.bench import bench, write
+    from ega.harness import as_text, ratios
     frame = bench(args.only, quick=args.quick, threads=args.threads, progress=sys.stderr.isatty())
     path = write(frame, args.out)
     print(ratios(frame).to_json(orient="records") if args.json else as_text(frame))
