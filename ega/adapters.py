@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .core import UNREADABLE, InputError, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device
+from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device
 
 # %% ../nbs/02_adapters.ipynb #touched
 def _touched(
@@ -91,8 +91,7 @@ def _check(
     **counts   # name: integer, each at least 1
 ):
     "Refuse sizes and generators that make no adapter."
-    for name, n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1: raise InputError(f"{name} must be an integer >= 1, got {n!r}")
+    for name, n in counts.items(): as_count(n, name)
     if gen != "none" and not isinstance(gen, torch.Generator):
         raise InputError(f"gen must be a torch.Generator, got {type(gen).__name__}; make one with torch_generator(streams(seed).init)")
 
@@ -428,8 +427,7 @@ def transform(
     device=None    # None: CUDA when there is one
 ):                 # (n, d) float32 unit rows
     "Adapted rows as a NumPy array, in eval mode and without gradients."
-    x = check_unit(as_rows(x, dim=adapter.d), "x")
-    if batch < 1: raise InputError(f"batch must be >= 1, got {batch}")
+    x, batch = check_unit(as_rows(x, dim=adapter.d), "x"), as_count(batch, "batch")
     device, weight = pick_device(device), next(adapter.parameters(), torch.empty(0))
     if adapter.training or weight.device != device: adapter = copy.deepcopy(adapter).to(device).eval()    # the caller's stays as it is
     z = np.empty_like(x)

@@ -60,7 +60,7 @@ def _reproduce(args):
 # %% ../nbs/18_cli.ipynb #published
 def _published(args):
     "Tables and figures of the paper under a protocol: what is missing, what can be run, published beside ours."
-    from ega.published import artefacts, as_text, cells_of, overview, read_published, run_cells
+    from ega.published import as_text, cells_of, overview, read_published, run_cells
     from ega.runs import Store
     root = repository()
     packs, store, printed = Path(args.packs or root/"build/packs"), Store(root/"build/paper", args.protocol), read_published(root/"data/published.csv")
@@ -278,7 +278,8 @@ def _search(args):
 # %% ../nbs/18_cli.ipynb #bench
 def _bench(args):
     "Race the groups, print the ratios, keep the rows."
-    from ega.bench import as_text, bench, ratios, write
+    from ega.bench import bench, write
+    from ega.harness import as_text, ratios
     frame = bench(args.only, quick=args.quick, threads=args.threads, progress=sys.stderr.isatty())
     path = write(frame, args.out)
     print(ratios(frame).to_json(orient="records") if args.json else as_text(frame))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter, parameter_count, save_adapter, transform
-from .core import UNREADABLE, InputError, brief, locked, open_npy, pick_device, read_json, require, usable_cores
+from .core import UNREADABLE, InputError, as_count, brief, locked, open_npy, peak_mb, pick_device, read_json, require, usable_cores
 from .core import normalize as to_unit
 from .data import KEYS, dequantize, open_parquet, quantize
 
@@ -441,8 +441,7 @@ def _settings(
     "Refuse what cannot be meant, before anything is read."
     for name, value, known in (("dtype", how.dtype, ("float32", "float16")), ("compute", how.compute, ("float32", "bfloat16"))):
         if value not in known: raise InputError(f"{name} must be {' or '.join(known)}, got {value!r}")
-    for name, n in (("batch", how.batch), ("threads", 1 if how.threads is None else how.threads)):
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1: raise InputError(f"{name} must be an integer >= 1, got {n!r}")
+    for name, n in (("batch", how.batch), ("threads", 1 if how.threads is None else how.threads)): as_count(n, name)
     adapter = load_adapter(adapter) if isinstance(adapter, (str, Path)) else copy.deepcopy(adapter)
     if not hasattr(adapter, "d"): raise InputError(f"adapter must have the attribute d, its number of columns; got {type(adapter).__name__}; make one with ega.adapters")
     source, target = Path(source), Path(target)
@@ -543,11 +542,6 @@ def _synthetic(
         for i in range(0, n, 2**14): f.write(to_unit(rng.standard_normal((min(2**14, n - i), d), dtype=np.float32)).data)
 
 # %% ../nbs/15_deploy.ipynb #peak-mb
-def _peak_mb(pid):
-    "Largest memory a process has held so far, in MB; 0 when it is gone or the system does not say."
-    try: return next((int(line.split()[1])/1024 for line in open(f"/proc/{pid}/status") if line.startswith("VmHWM")), 0)
-    except OSError: return 0
-
 _CHILD = "import json, sys; from ega.deploy import transform_file; done = transform_file(*sys.argv[1:4], **json.loads(sys.argv[4])); print(json.dumps(done[:3]))"
 
 def _attempt(
@@ -559,7 +553,7 @@ def _attempt(
     journal, peak, killed = _beside(Path(paths[2]))[1], 0, False
     with subprocess.Popen([sys.executable, "-c", _CHILD, *map(str, paths), json.dumps(how)], stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
-            peak = max(peak, _peak_mb(process.pid))
+            peak = max(peak, peak_mb(process.pid))             # nan never wins
             if until and journal.exists() and json.loads(journal.read_text())["rows"] >= until: process.kill(); killed = True; process.wait()
             time.sleep(.01)
         said = process.stdout.read()
@@ -627,7 +621,7 @@ def transform_ray(
     module, source, target = _settings(adapter, source, target, how)
     if not source.is_dir(): raise InputError(f"{source}: expected a folder of shards; use transform_file for one file")
     shards, path = _shards(source, module.d, column), str(Path(adapter).resolve())
-    with _cluster(address) as ray, _folder(module, shards, target, how) as part:
+    with _cluster(address), _folder(module, shards, target, how) as part:
         found = total = sum(r.n for r in shards)
         if part:
             data = require("ray.data", "ray")

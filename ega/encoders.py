@@ -13,13 +13,12 @@ from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from .core import InputError, atomic_path, brief, pick_device, read_json, read_npz, require
+from .core import InputError, atomic_path, brief, file_hash, pick_device, read_json, read_npz, require
 from .data import EmbeddingSet, pack_path, write_pack
-from .datasets import file_hash, mend_torchvision, open_source
+from .datasets import mend_torchvision, open_source
 
 # %% ../nbs/10_encoders.ipynb #preprocess
 @dataclass(frozen=True)

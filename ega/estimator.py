@@ -33,7 +33,7 @@ def labels_of(
 ):        # (n,) int64 labels 0..C-1 or -1; (C,) the classes in ascending order
     "Number the classes that occur."
     if y is None: raise InputError("EGA requires y to be passed, but the target y is None")
-    kind = getattr(np.asarray(y if not hasattr(y, "detach") else y.detach().cpu()), "dtype").kind
+    kind = np.asarray(y.detach().cpu() if hasattr(y, "detach") else y).dtype.kind
     if kind in "OUS":
         if len(y) != n: raise InputError(f"y must have one label a row: {n} rows, {len(y)} labels")
         numbers, names = encode_labels(["" if pd.isna(v) else v for v in y])
@@ -274,6 +274,7 @@ def evaluate(
     seed=0       # of the bootstrap
 ):               # DataFrame: seen and unseen classes; LP@1 in points, change with a 95 % interval over classes
     "Leave-one-out LP@1 against frozen, on classes that were fitted on and on others."
+    check_is_fitted(estimator)
     x, (labels, classes) = unit_rows(X, estimator.n_features_in_), labels_of(y, len(X))
     if classes.dtype.kind != estimator.classes_.dtype.kind and len(estimator.classes_): raise InputError(f"labels must be {'texts' if estimator.classes_.dtype.kind == 'U' else 'integers'}, as fit was given, got {classes.dtype}")
     known, lines = np.isin(classes, estimator.classes_), []

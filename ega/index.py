@@ -10,6 +10,7 @@ __all__ = ['Map', 'TRAIN', 'PULLS', 'Distilled', 'Evened', 'as_map', 'save_map',
 # %% ../nbs/15_index.ipynb #b8c0bff3
 import json, re, shutil
 from collections import namedtuple
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,9 @@ import torch
 
 from .adapters import KINDS, Linear, adapter_fingerprint, l2, load_adapter, save_adapter, transform
 from .closed_form import LinearMap
-from .core import UNREADABLE, InputError, as_rows, atomic_path, brief, check_unit, fingerprint, normalize, read_json, require
+from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, file_hash, fingerprint, normalize, read_json
 from .deploy import rows_in, transform_file
-from .search import Neighbours, knn
+from .search import Neighbours, knn, load_faiss
 
 # %% ../nbs/15_index.ipynb #linear
 Map = namedtuple("Map", "transform d dim fingerprint matrix module")     # matrix (dim, d) or None; module: of ega.adapters, or None
@@ -107,8 +108,6 @@ def load_map(
     return m
 
 # %% ../nbs/15_index.ipynb #faiss
-def _faiss(): return require("faiss", "cpu")
-
 def _ids(ids, n, have):
     "The ids of n new rows, none of which is there already."
     if ids is None:
@@ -130,6 +129,12 @@ def _same(m, adapted_by):
     "Refuse rows that another adapter adapted."
     if adapted_by != m.fingerprint: raise InputError(f"these vectors were adapted by {str(adapted_by)[:12]}.., the index holds vectors of {m.fingerprint[:12]}..; adapt the raw rows, or migrate the index")
 
+@contextmanager
+def _faiss_takes(what):
+    "What FAISS refuses, as an InputError that ends in its last words."
+    try: yield
+    except RuntimeError as error: raise InputError(f"{what}; FAISS says: {str(error).rsplit(': ', 1)[-1]}") from error
+
 class AdaptedIndex:
     "A FAISS index of adapted rows that is asked with raw ones."
     def __init__(self,
@@ -138,9 +143,10 @@ class AdaptedIndex:
         ids=None           # of the rows in the index; None: 0, 1, 2
     ):
         self.map = as_map(adapter)
-        self.index = _faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
+        with _faiss_takes(f"index must be a factory string such as Flat or IVF100,Flat, got {index!r}"):
+            self.index = load_faiss().index_factory(self.map.dim, index) if isinstance(index, str) else index
         if self.index.d != self.map.dim: raise InputError(f"the index must have {self.map.dim} columns, as the adapter leaves, got {self.index.d}")
-        if self.index.metric_type != _faiss().METRIC_L2: raise InputError("the index must measure squared L2; for unit rows inner product gives the same order")
+        if self.index.metric_type != load_faiss().METRIC_L2: raise InputError("the index must measure squared L2; for unit rows inner product gives the same order")
         self.ids = _ids(ids, self.index.ntotal, np.empty(0, np.int64))
 
     @property
@@ -159,7 +165,8 @@ class AdaptedIndex:
 
     def tune(self, **settings):   # nprobe=8, efSearch=64: the names of faiss.ParameterSpace -> self
         "Set search parameters of the index, whatever it is wrapped in."
-        for name, value in settings.items(): _faiss().ParameterSpace().set_index_parameter(self.index, name, value)
+        for name, value in settings.items():
+            with _faiss_takes(f"{name} must be a search parameter of {type(self.index).__name__}, got {name}={value!r}"): load_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
 
     def save(self, folder): return save_index(self, folder)
@@ -167,6 +174,10 @@ class AdaptedIndex:
     def load(folder, adapter=None): return load_index(folder, adapter)
 
 # %% ../nbs/15_index.ipynb #add-rows
+def _train(inner, rows):
+    "Train an index of FAISS."
+    with _faiss_takes(f"{len(rows)} rows cannot train this index, expected more; add more at once or choose fewer lists"): inner.train(rows)
+
 def add_rows(
     index,        # AdaptedIndex
     x,            # (n, d) rows: array, memory map or tensor
@@ -181,7 +192,7 @@ def add_rows(
     if len(np.shape(x)) != 2 or x.shape[1] != width: raise InputError(f"x must have shape (n, {width}), got {np.shape(x)}; were the vectors made by another encoder?")
     new = _ids(ids, len(x), index.ids)
     def adapted(rows): return m.transform(rows) if adapted_by is None else check_unit(as_rows(rows, dim=m.dim), "x")
-    if not inner.is_trained: inner.train(adapted(x[::-(-len(x)//TRAIN)]))
+    if not inner.is_trained: _train(inner, adapted(x[::-(-len(x)//TRAIN)]))
     for i in range(0, len(x), batch): inner.add(adapted(x[i:i + batch]))
     index.ids = np.concatenate([index.ids, new]) if len(index.ids) else new
     return index
@@ -193,9 +204,9 @@ def ask(
     adapted_by    # None: queries are raw; else the fingerprint of who adapted them
 ):                # Neighbours with ids of the user
     "Search an index."
-    if k < 1: raise InputError(f"k must be >= 1, got {k}")
+    k = as_count(k, "k")
     if adapted_by is not None: _same(index.map, adapted_by)
-    D, rows = index.index.search(index.map.transform(xq) if adapted_by is None else as_rows(xq, "xq", dim=index.map.dim), int(k))
+    D, rows = index.index.search(index.map.transform(xq) if adapted_by is None else as_rows(xq, "xq", dim=index.map.dim), k)
     if not len(index): return Neighbours(np.full(rows.shape, np.inf, np.float32), np.full_like(rows, -1))       # FAISS 1.8 leaves them as they were in memory
     none = -1 if index.ids.dtype.kind == "i" else ""
     return Neighbours(np.where(rows < 0, np.float32(np.inf), D), np.where(rows < 0, none, index.ids[rows]))
@@ -205,17 +216,9 @@ def _put(folder, stem, ending, write):
     "Write a file under a name that holds its hash; a second time it is there already."
     with atomic_path(folder/f"{stem}{ending}") as t:
         write(t)
-        name = f"{stem}-{_hash(t)}{ending}"
+        name = f"{stem}-{file_hash(t)[:16]}{ending}"
     (folder/f"{stem}{ending}").replace(folder/name)
     return name
-
-def _hash(path):
-    "The first digits of the SHA-256 of a file, read in pieces."
-    import hashlib
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while piece := f.read(2**20): digest.update(piece)
-    return digest.hexdigest()[:16]
 
 _OURS = re.compile(r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|\.(index|ids|about)\..*\.tmp")      # what a save that was killed leaves
 
@@ -228,7 +231,7 @@ def save_index(
     folder = Path(folder)
     if folder.exists() and not (folder/"about.json").exists() and not all(_OURS.fullmatch(f.name) for f in folder.iterdir()): raise InputError(f"{folder} holds other things; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [_put(folder, "index", ".faiss", lambda t: _faiss().write_index(index.index, str(t)))]
+    kept = [_put(folder, "index", ".faiss", lambda t: load_faiss().write_index(index.index, str(t)))]
     if index.ids.dtype.kind == "i": kept.append(_put(folder, "ids", ".safetensors", lambda t: save_file({"ids": index.ids}, t)))
     else: kept.append(_put(folder, "ids", ".json", lambda t: t.write_text(json.dumps(index.ids.tolist(), ensure_ascii=False), encoding="utf-8")))
     about = {"index": kept[0], "ids": kept[1], "fingerprint": index.fingerprint, "rows": len(index), "d": index.map.d, "dim": index.map.dim}
@@ -251,8 +254,8 @@ def load_index(
     for key in ("index", "ids", "fingerprint"): _plain(about.get(key), folder/"about.json")
     m = load_map(folder/f"adapter-{about['fingerprint'][:16]}", about["fingerprint"], adapter)
     for name in (about["index"], about["ids"]):
-        if not (folder/name).is_file() or _hash(folder/name) not in name: raise InputError(f"{folder/name} is missing or was changed after writing; copy or save the folder again")
-    try: index = _faiss().read_index(str(folder/about["index"]))
+        if not (folder/name).is_file() or file_hash(folder/name)[:16] not in name: raise InputError(f"{folder/name} is missing or was changed after writing; copy or save the folder again")
+    try: index = load_faiss().read_index(str(folder/about["index"]))
     except UNREADABLE as error: raise InputError(f"{folder/about['index']}: FAISS cannot read it ({brief(error)}); save the index again") from error
     return AdaptedIndex(m, index, _stored_ids(folder/about["ids"]))
 
@@ -278,7 +281,7 @@ def fold(
     index      # FAISS index of adapted rows, empty or not, or an AdaptedIndex (row numbers stand for its ids)
 ):             # faiss.IndexPreTransform that takes raw rows
     "Put matrix and norm in front of an index."
-    faiss, m = _faiss(), as_map(adapter)
+    faiss, m = load_faiss(), as_map(adapter)
     if m.matrix is None: raise InputError("only a linear adapter can be folded into an index; distill this one first and look at what that loses")
     if isinstance(index, AdaptedIndex): _same(m, index.fingerprint); index = index.index
     if index.d != m.dim: raise InputError(f"the index must have {m.dim} columns, as the adapter leaves, got {index.d}")
@@ -381,10 +384,10 @@ def _module(m):
     with torch.no_grad(): module.weight.copy_(torch.from_numpy(m.matrix) - torch.eye(m.d))
     return module.eval()
 
-def _filled(m, rows, factory, ids, batch):
-    "An AdaptedIndex of rows that are adapted already, trained on evenly spaced ones."
-    index, step = AdaptedIndex(m, factory), -(-rows.n//TRAIN)
-    if not index.index.is_trained: index.index.train(np.concatenate([b[-i*batch % step::step] for i, b in enumerate(rows.blocks(0, batch))]))
+def _filled(index, rows, ids, batch):
+    "An AdaptedIndex with rows that are adapted already, trained on evenly spaced ones."
+    step = -(-rows.n//TRAIN)
+    if not index.index.is_trained: _train(index.index, np.concatenate([b[-i*batch % step::step] for i, b in enumerate(rows.blocks(0, batch))]))
     for b in rows.blocks(0, batch): index.index.add(check_unit(as_rows(b), "x"))
     index.ids = ids
     return index
@@ -439,14 +442,14 @@ def migrate_index(
     m, source = as_map(adapter), Path(source)
     name = m.fingerprint[:16]
     if name in store.versions(): return _swept(store, name)
-    opened = rows_in(source, m.d, column)
+    opened, index = rows_in(source, m.d, column), AdaptedIndex(m, factory)      # refused before hours go into rows
     if ids is None and opened.pack:
         import pyarrow.parquet as pq
         ids = pq.read_table(source, columns=["id"])["id"].to_pylist()
     ids = _ids(ids, opened.n, np.empty(0, np.int64))
     adapted = store.folder/f"{name}.rows{source.suffix}"
     if not adapted.exists(): transform_file(_module(m), source, adapted, column=column, progress=progress)
-    _filled(m, rows_in(adapted, m.d, opened.column), factory, ids, batch).save(store.folder/name)
+    _filled(index, rows_in(adapted, m.d, opened.column), ids, batch).save(store.folder/name)
     return _swept(store, name)
 
 def _swept(store, name):

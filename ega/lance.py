@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import InputError, as_rows, brief, require
+from .core import InputError, as_count, as_rows, brief, require
 from .index import as_map
 from .search import Neighbours
 
@@ -122,7 +122,7 @@ class AdaptedTable:
     def rows(self, xq, k=10, *, where=None, columns=None, nprobes=None):   # (nq, d) raw unit queries, SQL condition -> pyarrow.Table with query_index, _distance
         "The rows themselves, nearest first, query after query."
         import pyarrow as pa
-        q = self.table.search(self.map.transform(as_rows(xq, "xq")), vector_column_name=self.column).distance_type("l2").limit(k).select([*(columns or [self.key]), "_distance"])
+        q = self.table.search(self.map.transform(as_rows(xq, "xq")), vector_column_name=self.column).distance_type("l2").limit(as_count(k, "k")).select([*(columns or [self.key]), "_distance"])
         if where: q = q.where(where, prefilter=True)
         if nprobes: q = q.nprobes(nprobes)
         found = q.to_arrow()

@@ -10,7 +10,6 @@ __all__ = ['WHERE', 'SEEDS', 'WHOLE', 'HEAD', 'read_published', 'artefacts', 'ex
 # %% ../nbs/12_published.ipynb #7c394916
 import re, textwrap
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from .core import InputError, read_csv
 from .data import pack_path
 from .metrics import bootstrap, bootstrap_worst
 from .protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, benchmark_of, expected_counts, rows_of, shown_counts, split_of
-from .runs import METHODS, RunConfig, Store, run_grid
+from .runs import METHODS, RunConfig, run_grid
 from .training import TrainConfig
 
 # %% ../nbs/12_published.ipynb #read-published

@@ -5,36 +5,41 @@
 # %% auto #0
 __all__ = ['Method', 'RIVALS', 'RECIPES', 'ABLATIONS', 'METHODS', 'Trained', 'Verdict', 'SETTINGS', 'ALPHAS', 'DISTANCES',
            'TRIALS', 'GRIDS', 'OUTCOMES', 'AdapterConfig', 'LossConfig', 'RunConfig', 'config_from', 'adapter_of',
-           'objective_of', 'geometry_of', 'trained', 'fit', 'fit_adapter', 'judge', 'judge_settings', 'judge_left_out',
+           'objective_of', 'geometry_of', 'trained', 'fit', 'fit_adapter', 'judge_settings', 'judge_left_out',
            'execute', 'over_settings', 'over_alphas', 'machine', 'Store', 'read_results', 'Grid', 'Sweep', 'Chosen',
            'config_of', 'run_grid', 'one_thread', 'check_comparable', 'summarize', 'choose', 'as_text', 'provenance']
 
-# %% ../nbs/11_runs.ipynb #4a0e4db4
+# %% ../nbs/11_runs.ipynb #1024e1ae
 import hashlib, json, os, platform, time
 from collections import namedtuple
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pandas as pd
+import torch
 
 import ega
-from .core import UNREADABLE, InputError, atomic_path, brief, locked, normalize, pick_device, read_csv, streams, torch_generator, usable_cores
+from . import losses
+from .adapters import EGA, Ablation, EGABlock, Linear, LoRA, folded, interpolate, transform
+from .core import UNREADABLE, InputError, atomic_path, brief, locked, pick_device, read_csv, streams, torch_generator, usable_cores
 from .closed_form import LDA, PCA, WCCN, GuardedWCCN, Probe
-from .data import open_parquet, pack_path, read_pack, row_split
+from .data import open_parquet, row_split
 from .metrics import ar_at_k, cosine_spread, displacement, lp_at_k, pair_distances, replicates, separation
-from .protocols import BENCHMARKS, EMBEDDED, PROTOCOLS, Protocol, benchmark_of, outcomes, rows_of, split_of
+from .protocols import BENCHMARKS, EMBEDDED, PROTOCOLS, benchmark_of, outcomes, rows_of, split_of
 from .search import Neighbours, ivf_sweep, knn, loo_knn
-from .training import TrainConfig, later, plain
+from .sparsity import class_index
+from .training import TrainConfig, dense, in_batch, later, plain, preserving, proxied, train, whole_set
 
 # %% ../nbs/11_runs.ipynb #adapterconfig
 @dataclass(frozen=True)
 class AdapterConfig:
     "The map and the space it starts from."
-    kind: str = "identity"          # a key of ADAPTERS
-    geometry: str = "raw"           # a key of GEOMETRIES, fitted on the fit rows before anything is trained
+    kind: str = "identity"          # what `adapter_of` makes
+    geometry: str = "raw"           # what `geometry_of` fits on the fit rows, before anything is trained
     shrinkage: float | None = None  # of the geometry, 0 to 1
     hidden: int | None = None       # units of an MLP
     rank: int | None = None         # of LoRA
@@ -43,7 +48,7 @@ class AdapterConfig:
 @dataclass(frozen=True)
 class LossConfig:
     "What is minimised."
-    kind: str                       # a key of LOSSES
+    kind: str                       # what `objective_of` makes
     margin: float | None = None     # triplet: Euclidean distance
     tau: float | None = None        # other losses: temperature; None: the spread of the cosines of other-class pairs at the start, at least .01
     sampler: str | None = None      # triplet: "in_batch" or "whole_set"
@@ -132,7 +137,6 @@ def adapter_of(
     gen       # torch.Generator for the initial weights
 ):            # nn.Module, the identity at the start
     "The adapter a configuration names."
-    from ega.adapters import EGA, Ablation, EGABlock, Linear, LoRA
     without = {"no_residual": ("residual",), "no_residual_drawn": ("residual", "zero_init"), "no_zero_init": ("zero_init",), "no_sphere": ("sphere",)}
     if config.kind == "ega": return EGA(d, hidden=config.hidden, gen=gen)
     if config.kind == "ega_block": return EGABlock(d, hidden=config.hidden, gen=gen)
@@ -149,11 +153,6 @@ def objective_of(
     device    # where they will be
 ):            # Objective for ega.training.train
     "The objective a configuration names."
-    import torch
-    from functools import partial
-    from ega import losses
-    from ega.sparsity import class_index
-    from ega.training import dense, in_batch, preserving, proxied, whole_set
     index = class_index(torch.as_tensor(y, device=device))
     tau = max(cosine_spread(x, y, np.random.default_rng(0)), .01) if config.tau is None and config.kind != "triplet" else config.tau     # classes at equal angles have no spread
     if config.kind == "triplet":
@@ -193,7 +192,6 @@ def trained(
     "Fit the closed form and train the adapter behind it."
     geometry = geometry_of(config.adapter, x, y)
     if config.loss is None: return Trained(geometry, None, None)
-    from ega.training import train
     s, z, device = streams(config.seed), geometry.transform(x) if geometry else x, pick_device(device)
     adapter = adapter_of(config.adapter, z.shape[1], torch_generator(s.init))
     history = train(adapter, objective_of(config.loss, z, y, device=device), z, y, streams=s, config=config.train, device=device, checkpoint=checkpoint)
@@ -211,9 +209,7 @@ def fit(
     geometry, adapter, history = trained(config, x, y, checkpoint=checkpoint, device=device)
     def adapt(rows):
         rows = geometry.transform(rows) if geometry else rows
-        if adapter is None: return rows
-        from ega.adapters import transform
-        return transform(adapter, rows, device=device)
+        return rows if adapter is None else transform(adapter, rows, device=device)
     return adapt, history
 
 # %% ../nbs/11_runs.ipynb #fit-adapter
@@ -224,23 +220,14 @@ def fit_adapter(
     device=None    # None: CUDA when there is one
 ):                 # nn.Module that save_adapter takes, on the CPU, in eval mode
     "What `fit` does, as one adapter: a closed form and the matrix behind it are folded into one."
-    from ega.adapters import Linear, LoRA, folded
     geometry, adapter, _ = trained(config, x, y, device=device)
     if geometry is None: return Linear(x.shape[1]).eval() if adapter is None else adapter.cpu().eval()
     if not (adapter is None or isinstance(adapter, (Linear, LoRA))): raise InputError(f"a closed form folds into a matrix alone, not into {type(adapter).__name__}; use a linear adapter or raw rows")
     if geometry.mean_.any(): raise InputError(f"{type(geometry).__name__} subtracts a mean, so it is no matrix; use a closed form without centring")
     return folded(geometry.matrix_, adapter and adapter.cpu(), x=x)
 
-# %% ../nbs/11_runs.ipynb #judge
-Verdict = namedtuple("Verdict", "hit neighbour ivf_hit ivf_ar")
-
-def judge(
-    zq, zb,   # (nq, d), (nb, d) adapted queries and gallery
-    yq, yb,   # their labels
-    index     # SearchConfig of the approximate index
-):            # Verdict: four arrays, one entry a query; neighbour is a row number of zb
-    "Hits of the first neighbour, by exact search and through an IVF index."
-    return judge_settings(zq, zb, yq, yb, Protocol(index=index))[index]
+# %% ../nbs/11_runs.ipynb #indexed
+Verdict = namedtuple("Verdict", "hit neighbour ivf_hit ivf_ar")      # four arrays, one entry a query; neighbour is a row number of the gallery
 
 def _indexed(zq, zb, yq, yb, index, exact):
     "Hits through the index (nq,), and whether it found the exact neighbours (nq,)."
@@ -362,7 +349,6 @@ DISTANCES = np.linspace(0, 2, 41)    # edges of the stored histograms of pair di
 
 def _between(x, z, alpha):
     "Rows alpha of the way from x to z."
-    from ega.adapters import interpolate
     if x.shape == z.shape: return np.float32(interpolate(x, z, alpha))
     return np.float32(np.hstack([(1 - alpha)**.5*x, alpha**.5*z]))
 
@@ -403,7 +389,6 @@ def _distances(pos, neg):
 # %% ../nbs/11_runs.ipynb #machine
 def machine():
     "The class of machine, as far as digits depend on it."
-    import torch
     return f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.split('+')[0]}"
 
 def _named(*sets): return " ".join(dict.fromkeys(e.meta["sha256"][:16] for e in sets))      # the packs, by their hashes
@@ -552,8 +537,11 @@ class Chosen:
         for benchmark, method in zip(chosen["benchmark"], chosen["method"]): yield from replace(self.grid, benchmarks=(benchmark,), methods=(method,)).configs()
 
 # %% ../nbs/11_runs.ipynb #set
-def _set(config, name, value):
-    "A configuration with one field, wherever it stands, of another value."
+def _set(config, setting):
+    "A configuration with one field, wherever it stands, of another value: `tau=0.1`."
+    name, _, text = setting.partition("=")
+    try: value = float(text)
+    except ValueError as error: raise InputError(f"a setting behind a method must be name=number, got {setting!r} in {config.method!r}; write it as in 'supcon tau=0.1'") from error
     where = [part for part in ("adapter", "loss", "train") if getattr(getattr(config, part), name, None) is not None]
     if not where: raise InputError(f"{config.method} has no setting {name!r}; it has those of its adapter, loss and training that are not None")
     part = getattr(config, where[0])
@@ -579,7 +567,7 @@ def config_of(
     adapter = replace(m.adapter, hidden=hidden) if m.adapter.hidden else replace(m.adapter, rank=rank) if rank and m.adapter.rank else m.adapter
     train = TrainConfig(epochs=epochs, lr=m.lr, weight_decay=m.decay) if m.loss else None
     config = RunConfig(task, benchmark, method, adapter, m.loss, train, protocol, split_seed, seed)
-    for name, _, value in (s.partition("=") for s in settings): config = _set(config, name, float(value))
+    for s in settings: config = _set(config, s)
     return config
 
 # %% ../nbs/11_runs.ipynb #680cdd5b
@@ -658,7 +646,6 @@ def run_grid(
 def one_thread():
     "One thread in every library of this process: the setting in which stored digits are made."
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
     from threadpoolctl import threadpool_limits
     torch.set_num_threads(1)
     try: import faiss
@@ -787,8 +774,8 @@ def provenance(
     results   # rows of one experiment
 ):            # one sentence
     "What a table rests on, counted from its rows."
-    def listed(column): return ", ".join(map(str, sorted(results[column].unique())))
+    def listed(values): return ", ".join(map(str, sorted(set(values))))
     trained = [json.loads(c) for c in results.config.unique()]
     hidden, epochs = ({c[part][key] for c in trained if c[part] and c[part][key]} for part, key in (("adapter", "hidden"), ("train", "epochs")))
-    return (f"{results.run_id.nunique()} runs: {results.method.nunique()} methods on {results.benchmark.nunique()} benchmarks, splits {listed('split_seed')}, seeds {listed('seed')}, "
-            f"hidden {', '.join(map(str, sorted(hidden)))}, {', '.join(map(str, sorted(epochs)))} epochs, protocol {listed('protocol')}; ega {listed('version')} on {listed('machine')}.")
+    return (f"{results.run_id.nunique()} runs: {results.method.nunique()} methods on {results.benchmark.nunique()} benchmarks, splits {listed(results.split_seed)}, seeds {listed(results.seed)}, "
+            f"{f'hidden {listed(hidden)}, ' if hidden else ''}{f'{listed(epochs)} epochs, ' if epochs else ''}protocol {listed(results.protocol)}; ega {listed(results.version)} on {listed(results.machine)}.")

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from .core import InputError, as_labels, check_unit, as_rows, streams
+from .adapters import EGABlock, Linear, LoRA, scaled, transform
+from .core import InputError, as_count, as_labels, as_rows, check_unit, streams
 from .data import row_split
 from .metrics import lp_at_k, replicates
 from .runs import GRIDS, METHODS, RunConfig, fit_adapter
@@ -54,7 +55,7 @@ def leave_classes_out(
     fit=.75    # share of the rows of a class that is trained on
 ):             # list of Folds
     "Divide the seen classes, so that each is pseudo-unseen once."
-    y = as_labels(y, min_classes=folds)
+    y = as_labels(y, min_classes=as_count(folds, "folds"))
     if folds < 2: raise InputError(f"folds must be >= 2, got {folds}; something must be left to train on")
     out = []
     for part in np.array_split(rng.permutation(np.unique(y[y >= 0])), folds):
@@ -67,7 +68,6 @@ def leave_classes_out(
 # %% ../nbs/13_selection.ipynb #asked
 def _asked(adapter, x, y, fold):
     "Hits of the seen queries, and of the pseudo-unseen rows that have a classmate."
-    from ega.adapters import transform
     g, q, u = (transform(adapter, x[rows]) if adapter else x[rows] for rows in fold)
     alone = lp_at_k(loo_knn(u, 9), y[fold.unseen], y[fold.unseen])
     return lp_at_k(knn(q, g, 9), y[fold.fit], y[fold.queries]), alone[np.isin(fold.unseen, _twins(y, fold.unseen))]
@@ -76,7 +76,6 @@ def _twins(y, rows): return rows[np.bincount(y[rows])[y[rows]] > 1]             
 
 def _strengths(adapter, alphas):
     "The adapter at each strength; where it has no dial, at full strength."
-    from ega.adapters import EGABlock, Linear, LoRA, scaled
     if not isinstance(adapter, (EGABlock, LoRA, Linear)): return {1.: adapter}
     return {a: adapter if a == 1 else scaled(adapter, a) for a in alphas}
 
@@ -151,12 +150,14 @@ def best_of(
     return table[table.verdict == "pass"].sort_values("seen", ascending=False, kind="stable").iloc[0]
 
 # %% ../nbs/13_selection.ipynb #checked
-def _checked(x, y, budget, confidence, limit, seed):
-    "Rows and labels, thinned to the limit."
+def _checked(x, y, candidates, budget, confidence, alphas, limit, seed):
+    "Labelled rows, thinned to the limit, and their labels."
     x = check_unit(as_rows(x), "x")
     y = as_labels(y, len(x))
     if not budget >= 0: raise InputError(f"budget must be >= 0 points, got {budget!r}; 1 allows a loss of one point of LP@1 on unseen classes")
     if not .5 <= confidence < 1: raise InputError(f"confidence must lie in [0.5, 1), got {confidence!r}; 0.95 is usual")
+    if isinstance(candidates, str): raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
+    if not np.ndim(alphas) or not len(alphas) or not all(0 < a <= 1 for a in alphas): raise InputError(f"alphas must be one strength or more in (0, 1], got {alphas!r}; (1.,) is the whole adapter")
     labelled = np.flatnonzero(y >= 0)
     if len(labelled) > limit: labelled = row_split(y, streams(seed).split, fractions=(limit/len(labelled), 1 - limit/len(labelled)))[0]
     return x[labelled], y[labelled]
@@ -177,8 +178,8 @@ def select(
 ):                            # Selection
     "Choose a method and its strength by leaving seen classes out."
     from tqdm import tqdm
-    x, y, candidates = *_checked(x, y, budget, confidence, limit, seed), [candidate_of(c, seed=seed) for c in candidates if c != "frozen"]
-    classes = int((np.bincount(y[y >= 0], minlength=1) > 1).sum())
+    (x, y), candidates = _checked(x, y, candidates, budget, confidence, alphas, limit, seed), [candidate_of(c, seed=seed) for c in candidates if c != "frozen"]
+    classes = int((np.bincount(y, minlength=1) > 1).sum())
     if classes < max(MIN_CLASSES, 2*folds) or not candidates:
         reason = f"{classes} classes with two rows or more are too few to tell; {max(MIN_CLASSES, 2*folds)} are needed" if candidates else "there is no candidate"
         return Selection("frozen", 0., reason, pd.DataFrame(columns=["method", "alpha", "verdict", "reason"]), budget, confidence, classes)

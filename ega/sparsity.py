@@ -9,7 +9,6 @@ __all__ = ['ClassIndex', 'Triplets', 'Ratio', 'class_index', 'whole_set_numbers'
 # %% ../nbs/04_sparsity.ipynb #ac91c7d3
 from collections import namedtuple
 
-import numpy as np
 import torch
 
 from .core import InputError

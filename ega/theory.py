@@ -150,7 +150,7 @@ class Recorder(Objective):
         self.rows, self.before, self.start, self.vectors = [], None, None, torch.zeros_like(x)
 
     def __call__(self, adapter, x, y, rows, gen):
-        self._arrive(adapter)
+        _arrive(self, adapter)
         return super().__call__(adapter, x, y, rows, gen)
 
     def _seen(self, forward, x, y, rows, u):
@@ -164,7 +164,7 @@ class Recorder(Objective):
     def walk(self, adapter):
         "The diary of a training that has ended, as a Walk."
         if not self.rows: raise InputError("nothing was recorded yet; give the Recorder to train or descend as the objective")
-        self._arrive(adapter); del self.rows[-1]
+        _arrive(self, adapter); del self.rows[-1]
         columns = {k: np.array([r[k] for r in self.rows]) for k in Walk._fields[:-2]}
         now = self.before
         self.before = None
@@ -175,25 +175,24 @@ def _distance(one, other):
     "||theta - theta'|| of two adapters of one architecture."
     return float(sum(((p - q)**2).sum() for p, q in zip(one.parameters(), other.parameters())).detach().sqrt())
 
-def _arrive(self, adapter):
+def _arrive(recorder, adapter):
     "Close the step that led here, open the next one."
     here = copy.deepcopy(adapter).eval()
-    with torch.no_grad(): f = here(self.x)
-    if self.before:
-        old, was = self.before
+    with torch.no_grad(): f = here(recorder.x)
+    if recorder.before:
+        old, was = recorder.before
         change = {k: p - q for (k, p), q in zip(weights_of(here).items(), weights_of(old).values())}
-        linear, moved = push(old, self.x, change), f - was
-        self.rows[-1].update(step=_distance(here, old), moved=moved.norm(dim=1).numpy(), linear=linear.norm(dim=1).numpy(), remainder=(moved - linear).norm(dim=1).numpy(),
+        linear, moved = push(old, recorder.x, change), f - was
+        recorder.rows[-1].update(step=_distance(here, old), moved=moved.norm(dim=1).numpy(), linear=linear.norm(dim=1).numpy(), remainder=(moved - linear).norm(dim=1).numpy(),
                              gradient=float(sum((p.grad**2).sum() for p in adapter.parameters() if p.grad is not None).sqrt()))
-        if not self.place: self.rows[-1]["largest"] = self.rows[-1]["gradient"]
-    else: self.start = here, f
-    fresh, last = len(self.rows) % self.every == 0, self.rows[-1] if self.rows else {}
+        if not recorder.place: recorder.rows[-1]["largest"] = recorder.rows[-1]["gradient"]
+    else: recorder.start = here, f
+    fresh, last = len(recorder.rows) % recorder.every == 0, recorder.rows[-1] if recorder.rows else {}
     if fresh:
-        shake = torch.randn(f.shape, generator=self.gen, dtype=f.dtype)*(.1 if self.vectors.any() else 1)/f.shape[1]**.5
-        norm, self.vectors = spectral_norms(here, self.x, first=self.vectors + shake, tol=self.tol)
-    self.rows.append(dict(fresh=fresh, norm=norm.numpy() if fresh else last["norm"], largest=last.get("largest")))
-    self.before = here, f
-Recorder._arrive = _arrive
+        shake = torch.randn(f.shape, generator=recorder.gen, dtype=f.dtype)*(.1 if recorder.vectors.any() else 1)/f.shape[1]**.5
+        norm, recorder.vectors = spectral_norms(here, recorder.x, first=recorder.vectors + shake, tol=recorder.tol)
+    recorder.rows.append(dict(fresh=fresh, norm=norm.numpy() if fresh else last["norm"], largest=last.get("largest")))
+    recorder.before = here, f
 
 # %% ../nbs/06_theory.ipynb #descend
 def descend(

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .core import UNREADABLE, InputError, as_labels, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device, torch_generator
+from .core import UNREADABLE, InputError, as_count, as_labels, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device, torch_generator
 from .losses import preserve, triplet_terms
 from .sparsity import class_index, in_batch_numbers, place_in_batch, place_whole_set, whole_set_numbers
 
@@ -104,8 +104,8 @@ def preserving(
 ):              # Objective
     "Add lam * mean ||f(x) - x||^2 over the batch, the cost of leaving the space the adapter starts from."
     def step(forward, x, y, rows, u):
-        plain = objective.step(forward, x, y, rows, u)
-        return plain._replace(loss=plain.loss + lam*preserve(plain.z, x[rows]))
+        alone = objective.step(forward, x, y, rows, u)
+        return alone._replace(loss=alone.loss + lam*preserve(alone.z, x[rows]))
     return Objective(step, objective.numbers, objective.parameters)
 
 # %% ../nbs/05_training.ipynb #later
@@ -133,9 +133,9 @@ class TrainConfig:
     schedule: str = later("cosine")    # of lr, a step an epoch: "cosine" to 0, or "constant"
 
     def __post_init__(self):
-        for name, low in (("epochs", 1), ("batch", 2), ("lr", 0), ("weight_decay", 0)):
-            value = getattr(self, name)
-            if not value >= low: raise InputError(f"TrainConfig.{name} must be >= {low}, got {value!r}")
+        for name, least in (("epochs", 1), ("batch", 2)): as_count(getattr(self, name), f"TrainConfig.{name}", least=least)
+        for name in ("lr", "weight_decay"):
+            if not (value := getattr(self, name)) >= 0: raise InputError(f"TrainConfig.{name} must be >= 0, got {value!r}")
         if self.schedule not in ("cosine", "constant"): raise InputError(f"TrainConfig.schedule must be 'cosine' or 'constant', got {self.schedule!r}")
 
 # %% ../nbs/05_training.ipynb #cosine

@@ -2,12 +2,12 @@
 import os
 import time
 
-from ega import bench
+from ega import harness
 
 
 def breaking(size, folder):
     def work(): raise ValueError(f"no {size['fruit']} today")
-    return bench.Job(work, 1)
+    return harness.Job(work, 1)
 
 def dying(size, folder): os._exit(7)
 
@@ -18,8 +18,8 @@ def noting(size, folder):
     def work():
         print("a library may print what it likes")
         with open(folder/"order.txt", "a") as f: f.write(f"{size['name'] if 'name' in size else os.getpid()}\n")
-    return bench.Job(work, 1)
+    return harness.Job(work, 1)
 
-def slow(size, folder): return bench.Job(lambda: time.sleep(60), 1)
+def slow(size, folder): return harness.Job(lambda: time.sleep(60), 1)
 
-def threads_seen(size, folder): return bench.Job(lambda: {"rho": float(os.environ["OMP_NUM_THREADS"])}, 1)
+def threads_seen(size, folder): return harness.Job(lambda: {"rho": float(os.environ["OMP_NUM_THREADS"])}, 1)

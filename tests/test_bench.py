@@ -14,7 +14,7 @@ import pytest
 import torch
 from bench_contenders import breaking, dying, faulty, noting, threads_seen
 
-from ega import bench, cli
+from ega import bench, cli, harness
 from ega.adapters import EGABlock
 from ega.core import InputError
 from ega.datasets import mend_torchvision
@@ -23,7 +23,7 @@ from ega.sparsity import class_index, in_batch_triplets, rho_of, whole_set_tripl
 SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=.6, lr=1e-4)
 
 
-def group(*setups, reference=None): return bench.Group("test", "call", reference or setups[0].__name__, None, {f.__name__: f for f in setups}, ({},), ({},), 2)
+def group(*setups, reference=None): return harness.Group("test", "call", reference or setups[0].__name__, None, {f.__name__: f for f in setups}, ({},), ({},), 2)
 
 
 def alive(pid):
@@ -40,7 +40,7 @@ def children(pid):
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
     "The harness raced against itself."
-    frame = pd.DataFrame(bench.race(bench.CHECKS, bench.CHECKS.sizes[0], repeats=2, folder=tmp_path_factory.mktemp("checks")))
+    frame = pd.DataFrame(harness.race(harness.CHECKS, harness.CHECKS.sizes[0], repeats=2, folder=tmp_path_factory.mktemp("checks")))
     return frame.set_index("contender")
 
 
@@ -54,13 +54,13 @@ def test_time_cpu_and_memory_are_what_they_should_be(checked):
 def test_a_missing_package_is_listed_with_its_cure(checked):
     assert checked.status["absent"] == "this needs the package 'no_such_package'; install it with: pip install 'ega[bench]'"
     frame = checked.reset_index().assign(group="checks", floor=None)
-    text = bench.as_text(frame)
+    text = harness.as_text(frame)
     assert "absent" in text and "not installed: pip install 'ega[bench]'" in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_contenders_take_turns_in_processes_of_their_own(tmp_path):
-    g = bench.Group("test", "call", "a", None, {"a": noting, "b": noting, "c": noting}, ({},), ({},))
-    rows = bench.race(g, {}, repeats=3, folder=tmp_path)
+    g = harness.Group("test", "call", "a", None, {"a": noting, "b": noting, "c": noting}, ({},), ({},))
+    rows = harness.race(g, {}, repeats=3, folder=tmp_path)
     pids = (tmp_path/"order.txt").read_text().split()
     name = dict(zip(pids[:3], "abc"))                                              # the warm-up
     assert len(name) == 3 and str(os.getpid()) not in name
@@ -69,30 +69,30 @@ def test_contenders_take_turns_in_processes_of_their_own(tmp_path):
 
 
 def test_in_a_smoke_run_one_process_hosts_all(tmp_path):
-    host = bench.Host(tmp_path, 1)
-    g = bench.Group("test", "call", "a", None, {"a": noting, "b": noting, "absent": bench.absent}, ({},), ({},))
-    try: rows = bench.race(g, {}, repeats=1, folder=tmp_path, host=host)
+    host = harness.Host(tmp_path, 1)
+    g = harness.Group("test", "call", "a", None, {"a": noting, "b": noting, "absent": harness.absent}, ({},), ({},))
+    try: rows = harness.race(g, {}, repeats=1, folder=tmp_path, host=host)
     finally: host.close()
     assert len(set((tmp_path/"order.txt").read_text().split())) == 1 and [r["status"] == "ok" for r in rows] == [False, True, True]
 
 
 def test_threads_are_fixed_before_the_process_starts(tmp_path):
-    assert bench.race(group(threads_seen), {}, threads=3, repeats=1, folder=tmp_path)[0]["rho"] == 3
-    row, = bench.race(group(threads_seen), {"threads": 2}, threads=3, repeats=1, folder=tmp_path)
+    assert harness.race(group(threads_seen), {}, threads=3, repeats=1, folder=tmp_path)[0]["rho"] == 3
+    row, = harness.race(group(threads_seen), {"threads": 2}, threads=3, repeats=1, folder=tmp_path)
     assert row["rho"] == row["threads"] == 2
 
 
 @pytest.mark.parametrize("setup, words", [(breaking, "'breaking' ended with exit code 1.*no apples today"), (dying, "'dying' ended with exit code 7"), (faulty, "No module named 'ega.no_such_part'")])
 def test_a_crash_is_named_and_leaves_no_process(tmp_path, setup, words):
-    with pytest.raises(RuntimeError, match=words): bench.race(group(bench.sleeping, setup), {"seconds": .01, "fruit": "apples"}, repeats=1, folder=tmp_path)
+    with pytest.raises(RuntimeError, match=words): harness.race(group(harness.sleeping, setup), {"seconds": .01, "fruit": "apples"}, repeats=1, folder=tmp_path)
     assert not [p for p in children(os.getpid()) if alive(p)]
 
 
 def test_a_killed_race_leaves_no_process_and_no_folder(tmp_path):
     code = """if True:
         import sys, tempfile; sys.path.insert(0, {tests!r})
-        from ega import bench; import bench_contenders as t
-        bench.GROUPS["slow"] = bench.Group("slow", "call", "a", None, {{"a": bench.sleeping, "b": t.slow}}, ({{"seconds": .01}},), ())
+        from ega import bench, harness; import bench_contenders as t
+        bench.GROUPS["slow"] = harness.Group("slow", "call", "a", None, {{"a": harness.sleeping, "b": t.slow}}, ({{"seconds": .01}},), ())
         bench.write(bench.bench(["slow"]), {out!r})""".format(tests=str(Path(__file__).parent), out=str(tmp_path/"out"))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=env)
@@ -264,18 +264,18 @@ def worked():
 
 
 def test_ratios_are_formed_inside_a_round():
-    r = ratios = bench.ratios(worked()).set_index("contender")
+    r = ratios = harness.ratios(worked()).set_index("contender")
     assert np.allclose(r.speed, [1, 5, 1.5]) and np.allclose([r.low["quick"], r.high["quick"]], [4.5, 5.5])        # 4 and 6
     assert np.allclose(r.cpu, [1, (1/4 + 1/6)/2, .75]) and np.allclose(r.memory, [1, .5, 2]) and np.allclose(r.over_floor, [5, 1, 4])
-    assert ratios.rounds.tolist() == [2]*3 and (bench.ratios(worked(), "halves").reference == "halves").all()
+    assert ratios.rounds.tolist() == [2]*3 and (harness.ratios(worked(), "halves").reference == "halves").all()
 
 
 def test_ratios_without_the_reference_are_missing_not_wrong():
     frame = worked()
     gone = frame[frame.contender != "plain"]
     absent = frame.iloc[[0]].assign(repeat=-1, status="this needs the package 'x'; install it with: pip install 'ega[bench]'", wall_s=np.nan)
-    r = bench.ratios(pd.concat([absent, gone])).set_index("contender")
-    assert r.speed.isna().all() and np.allclose(r.over_floor[["quick", "halves"]], [1, 4]) and "not installed" in bench.as_text(pd.concat([absent, gone]))
+    r = harness.ratios(pd.concat([absent, gone])).set_index("contender")
+    assert r.speed.isna().all() and np.allclose(r.over_floor[["quick", "halves"]], [1, 4]) and "not installed" in harness.as_text(pd.concat([absent, gone]))
 
 
 def test_registry_is_whole():

@@ -506,11 +506,12 @@ import sys
 import numpy, torch, pyarrow.parquet
 from ega.adapters import Linear
 from ega import deploy
-from ega.deploy import transform_file, _peak_mb
+from ega.core import peak_mb
+from ega.deploy import transform_file
 deploy.BLOCK = 2**21
 for source in sys.argv[1:]:
     transform_file(Linear(512), source, source.replace("x", "z"), device="cpu", threads=1)
-    print(_peak_mb("self"))
+    print(peak_mb())
 """
 
 

@@ -18,6 +18,7 @@ from ega.cli import main
 from ega.core import InputError
 from ega.data import EmbeddingSet, write_pack
 from ega.deploy import rows_in
+from sklearn.exceptions import NotFittedError
 from ega.estimator import EGA, evaluate, labels_of, read_labels, read_rows
 from ega.runs import config_of, fit, fit_adapter
 from test_selection import world
@@ -240,3 +241,4 @@ def test_seen_and_unseen_are_told_apart(fitted):
     frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index("classes")
     assert frame.loc["seen", "count"] == 12 and frame.loc["unseen", "count"] == 6 and frame.loc["unseen", "rows"] == 84
     with pytest.raises(InputError, match="integers"): evaluate(e, x, [f"k{c}" for c in y])
+    with pytest.raises(NotFittedError): evaluate(EGA(), x, y)

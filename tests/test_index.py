@@ -147,12 +147,19 @@ def test_rows_of_another_adapter_are_refused():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: AdaptedIndex(LINEAR, faiss.IndexFlatL2(D + 1)), "columns"), (lambda: AdaptedIndex(LINEAR, faiss.IndexFlatIP(D)), "squared L2"),
-    (lambda: AdaptedIndex(LINEAR).add(x[:, :3]), "columns|shape"), (lambda: AdaptedIndex(LINEAR).add(2*x), "unit rows"), (lambda: AdaptedIndex(LINEAR).add(x).search(xq, 0), "k must"),
+    (lambda: AdaptedIndex(LINEAR).add(x[:, :3]), "columns|shape"), (lambda: AdaptedIndex(LINEAR).add(2*x), "unit rows"), (lambda: AdaptedIndex(LINEAR).add(x).search(xq, 0), "k must"), (lambda: AdaptedIndex(LINEAR).add(x).search(xq, 2.5), "k must be an integer"),
+    (lambda: AdaptedIndex(LINEAR, "Flut"), "factory string .*'Flut'; FAISS says: could not parse"), (lambda: AdaptedIndex(LINEAR).tune(nprobe=3), "nprobe must be a search parameter of IndexFlat"),
+    (lambda: AdaptedIndex(LINEAR, f"IVF{N + 1},Flat").add(x), f"{N} rows cannot train this index.*FAISS says: Number of training points"),
     (lambda: AdaptedIndex(LINEAR).add(x, np.zeros(N, int)), "distinct"), (lambda: AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]).add(x[2:4]), "must be given"),
     (lambda: AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]).add(x[2:4], [1, 2]), "texts"), (lambda: AdaptedIndex(LINEAR).add(x[:2], [-1, 2]), ">= 0"), (lambda: AdaptedIndex(LINEAR).add(x, [1]), "ids must be")])
 def test_bad_input_is_named(call, words):
     import re
     assert re.search(words, message(call))
+
+
+def test_an_unknown_factory_is_refused_before_rows_are_adapted(tmp_path):
+    np.save(tmp_path/"x.npy", x)
+    assert "Flut" in message(lambda: IndexStore(tmp_path/"s").migrate(LINEAR, tmp_path/"x.npy", factory="Flut")) and not (tmp_path/"s").exists()
 
 
 # -- on disk -----------------------------------------------------------------------------------------------
@@ -297,8 +304,8 @@ def test_an_inverted_file_is_trained_on_evenly_spaced_rows(tmp_path, monkeypatch
     np.save(tmp_path/"x.npy", x)
     monkeypatch.setattr(module, "TRAIN", 225)
     seen = []
-    real = module._faiss().IndexIVFFlat.train
-    monkeypatch.setattr(module._faiss().IndexIVFFlat, "train", lambda self, rows: (seen.append(rows.copy()), real(self, rows))[1])
+    real = faiss.IndexIVFFlat.train
+    monkeypatch.setattr(faiss.IndexIVFFlat, "train", lambda self, rows: (seen.append(rows.copy()), real(self, rows))[1])
     IndexStore(tmp_path/"s").migrate(LINEAR, tmp_path/"x.npy", factory="IVF4,Flat", batch=50)
     assert np.allclose(seen[0], as_map(LINEAR).transform(x[::4]), atol=1e-6)
 

@@ -8,7 +8,7 @@ package = Path(__file__).resolve().parent.parent/"ega"
 
 LAYERS = [
     {"core"},
-    {"data", "datasets", "adapters", "losses", "search", "plots"},
+    {"data", "datasets", "adapters", "losses", "search", "plots", "harness"},
     {"sparsity", "metrics", "closed_form", "encoders", "certificates"},
     {"comparison", "protocols"},
     {"training", "theory"},
@@ -19,7 +19,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench"]
+WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench", "harness"]
 
 
 def imported(

@@ -15,7 +15,7 @@ from ega.datasets import DATASETS, released_class_split
 from ega.encoders import encoder_card
 from ega.protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, Protocol, benchmark_of, divide, expected_counts, outcomes, rows_of, shown_counts, split_of
 from ega.published import _NotRun, artefacts, as_text, cells_of, command_of, compare, configs_for, experiment_of, overview, packs_for, read_published, run_cells, warnings_of
-from ega.runs import RunConfig, Store, execute, judge, judge_settings
+from ega.runs import RunConfig, Store, execute, judge_settings
 from ega.search import Neighbours, SearchConfig
 
 root = Path(__file__).resolve().parent.parent
@@ -208,7 +208,7 @@ def test_many_settings_at_once_are_each_alone():
     many = judge_settings(zq, zb, yq, yb, p)
     assert sorted((s.nprobe, s.k, s.nlist) for s in many) == sorted((n, k, 10) for n in (1, 5, 10) for k in (1, 3)) and next(iter(many)) == p.index
     for s, v in many.items():
-        alone = judge(zq, zb, yq, yb, s)
+        alone = judge_settings(zq, zb, yq, yb, Protocol(index=s))[s]
         assert all(np.allclose(a, b) for a, b in zip(v, alone))
     exact = judge_settings(zq, zb, yq, yb, Protocol(index=SearchConfig("exact"), ks=(1, 5)))
     assert all((v.ivf_ar == 1).all() and np.array_equal(v.hit, v.ivf_hit) for v in exact.values())
@@ -290,7 +290,7 @@ def test_other_packs_are_missing_by_number_and_nothing_is_run(clone, packs, monk
 
 
 @pytest.mark.parametrize("args,words", [(("--protocol", "paper", "--only", "tab:nowhere"), "the paper has no 'tab:nowhere'"), (("--only", "tab:ood_summary"), "or --protocol for a table of the paper"),
-                                        (("--protocol", "paper", "--only", "tab:pet_ood", "--epochs", "0"), "epochs must be >= 1, got 0")])
+                                        (("--protocol", "paper", "--only", "tab:pet_ood", "--epochs", "0"), "epochs must be an integer >= 1, got 0")])
 def test_unknown_names_are_one_sentence(clone, monkeypatch, capsys, args, words):
     monkeypatch.chdir(clone)
     assert cli.main(["reproduce", *args]) == 2

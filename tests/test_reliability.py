@@ -406,12 +406,13 @@ MILLION = """
 import sys, numpy as np, torch
 from pathlib import Path
 from ega.adapters import Linear
-from ega.deploy import transform_file, _peak_mb, _synthetic
+from ega.core import peak_mb
+from ega.deploy import transform_file, _synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])
 _synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))
-before = _peak_mb("self")
+before = peak_mb()
 transform_file(Linear(384), folder/"x.npy", folder/"z.npy", device="cpu", threads=1)
-print(before, _peak_mb("self"), (folder/"z.npy").stat().st_size)
+print(before, peak_mb(), (folder/"z.npy").stat().st_size)
 """
 
 

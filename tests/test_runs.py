@@ -16,7 +16,8 @@ from ega import runs, search
 from ega.core import InputError, normalize, simplex
 from ega.data import EmbeddingSet, pack_path, write_pack
 from ega.metrics import cosine_spread
-from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, run_grid, split_of, summarize, trained)
+from ega.protocols import Protocol
+from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, provenance, run_grid, split_of, summarize, trained)
 
 BUDGET = dict(hidden=16, epochs=2)
 
@@ -72,7 +73,7 @@ def test_run_id_is_the_whole_configuration():
 
 
 def test_unknown_names_are_refused(packs):
-    for change, words in ((dict(benchmark="x"), "benchmark must be one of"), (dict(method="x"), "method must be one of")):
+    for change, words in ((dict(benchmark="x"), "benchmark must be one of"), (dict(method="x"), "method must be one of"), (dict(method="supcon tau=warm"), "name=number, got 'tau=warm'"), (dict(method="supcon tau"), "name=number")):
         with pytest.raises(InputError, match=words): config_of(**(dict(task="unseen", benchmark="cub100", method="ega") | change))
     with pytest.raises(InputError, match="no field"): config_from(RunConfig, {"methd": "ega"})
     base = config_of("unseen", "cub100", "ega", **BUDGET)
@@ -111,7 +112,7 @@ def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatc
     again, searched[:] = sum(searched), []
     for f in range(4):
         q, b = np.flatnonzero(fold == f), np.flatnonzero(fold != f)
-        v = runs.judge(x[q], x[b], y[q], y[b], index)
+        v = runs.judge_settings(x[q], x[b], y[q], y[b], Protocol(index=index))[index]
         assert np.allclose(got.ivf_hit[q], v.ivf_hit) and np.allclose(got.ivf_ar[q], v.ivf_ar)
     assert sum(searched) == 240 and again == (240 if crowd > 1 else 0)
     assert 0 < got.ivf_ar.mean() < 1 or crowd > 1

@@ -341,7 +341,8 @@ def test_cuda_equals_cpu():
 
 @pytest.mark.parametrize("call, text", [
     (lambda x: knn(x, x, 0), "k must"), (lambda x: knn(x, x, 1.5), "k must"), (lambda x: knn(x, x[:, :2], 1), "columns"), (lambda x: knn(x*np.nan, x, 1), "NaN"),
-    (lambda x: ivf_index(x, nlist=0), "nlist"), (lambda x: ivf_index(x, nlist=31), "1..30"), (lambda x: ivf_sweep(x, x, nlist=3, nprobes=(4,), k=1), "1..3"),
+    (lambda x: ivf_index(x, nlist=2.5), "nlist must be an integer >= 1, got 2.5"), (lambda x: ivf_search(ivf_index(x, nlist=2), x, x, k=1, nprobe=1.5), "nprobe must be an integer"),
+    (lambda x: SearchConfig("ivf", 1, 10.5, 1), "nlist must be an integer"), (lambda x: ivf_index(x, nlist=0), "nlist"), (lambda x: ivf_index(x, nlist=31), "1..30"), (lambda x: ivf_sweep(x, x, nlist=3, nprobes=(4,), k=1), "1..3"),
     (lambda x: ivf_search(ivf_index(x, nlist=2), x, x[:9], k=1, nprobe=1), "30 rows"), (lambda x: SearchConfig("hnsw"), "hnsw"), (lambda x: SearchConfig(nprobe=1), "no lists"),
     (lambda x: SearchConfig("ivf", 1, 10), "nprobe"), (lambda x: SearchConfig("ivf", 1, 4, 5), "nprobe"), (lambda x: SearchConfig(k=0), "k must"),
     (lambda x: same_search([SearchConfig(), SearchConfig(k=2)]), "2 searches"), (lambda x: same_search([]), "0 searches")])

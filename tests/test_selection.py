@@ -108,6 +108,7 @@ def test_a_limit_thins_every_class(monkeypatch):
 def test_hostile_arguments_are_named():
     x, y = world(0)
     for bad, words in ((dict(budget=-1), "budget"), (dict(budget=float("nan")), "budget"), (dict(confidence=1.), "confidence"), (dict(folds=1), "folds"), (dict(candidates=["x"]), "method must be"),
-                       (dict(candidates=[("a", 1)]), "RunConfig"), (dict(candidates=[3]), "candidate")):
+                       (dict(candidates=[("a", 1)]), "RunConfig"), (dict(candidates=[3]), "candidate"),
+                       (dict(candidates="wccn"), r"write \('wccn',\)"), (dict(alphas=()), "alphas must be"), (dict(alphas=.5), "alphas must be"), (dict(alphas=(.5, 2.)), "alphas must be"), (dict(folds=2.5), "folds must be an integer")):
         with pytest.raises(InputError, match=words): select(x, y, **bad)
     with pytest.raises(InputError, match="unit"): select(2*x, y)

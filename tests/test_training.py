@@ -150,7 +150,8 @@ def test_bad_input_is_refused_before_the_first_step():
     x, y = data()
     for change, words in ((dict(y=y[:-1]), "one label a row"), (dict(y=np.zeros(150, int)), "at least 2 classes"), (dict(y=np.r_[y[:-1], -1]), "label -1"), (dict(x=3*x), "unit rows")):
         with pytest.raises(InputError, match=words): fit(dense(supcon), **({"x": x, "y": y} | change))
-    with pytest.raises(InputError, match="epochs must be >= 1"): TrainConfig(epochs=0)
+    with pytest.raises(InputError, match="epochs must be an integer >= 1"): TrainConfig(epochs=0)
+    with pytest.raises(InputError, match="batch must be an integer >= 2, got 2.5"): TrainConfig(batch=2.5)
     with pytest.raises(InputError, match="lr must be >= 0"): TrainConfig(lr=float("nan"))
     with pytest.raises(InputError, match="schedule must be 'cosine' or 'constant'"): TrainConfig(schedule="linear")
 
