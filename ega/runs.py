@@ -772,9 +772,9 @@ def as_text(
     *,
     metric="lp1",    # which metric
     of="diff"        # "diff": against the baseline; "value": itself
-):                   # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"
+):                   # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"; a narrow table breaks before an interval, not in it
     "A summary for the eye: points with their interval."
-    prefix, form = ("diff_", "{:+.1f} [{:+.1f}, {:+.1f}]") if of == "diff" else ("", "{:.1f} [{:.1f}, {:.1f}]")
+    prefix, form = ("diff_", "{:+.1f} [{:+.1f},\N{NO-BREAK SPACE}{:+.1f}]") if of == "diff" else ("", "{:.1f} [{:.1f},\N{NO-BREAK SPACE}{:.1f}]")
     s = summary[(summary.query_set == query_set) & (summary.metric == metric)]
     text = [form.format(*v) for v in s[[of, prefix + "low", prefix + "high"]].to_numpy()]
     wide = s.assign(text=text).pivot(index="method", columns="benchmark", values="text")
@@ -788,5 +788,6 @@ def provenance(
     def listed(column): return ", ".join(map(str, sorted(results[column].unique())))
     trained = [json.loads(c) for c in results.config.unique()]
     hidden, epochs = ({c[part][key] for c in trained if c[part] and c[part][key]} for part, key in (("adapter", "hidden"), ("train", "epochs")))
+    width = f"hidden {', '.join(map(str, sorted(hidden)))}, " if hidden else ""              # a matrix has none
     return (f"{results.run_id.nunique()} runs: {results.method.nunique()} methods on {results.benchmark.nunique()} benchmarks, splits {listed('split_seed')}, seeds {listed('seed')}, "
-            f"hidden {', '.join(map(str, sorted(hidden)))}, {', '.join(map(str, sorted(epochs)))} epochs, protocol {listed('protocol')}; ega {listed('version')} on {listed('machine')}.")
+            f"{width}{', '.join(map(str, sorted(epochs)))} epochs, protocol {listed('protocol')}; ega {listed('version')} on {listed('machine')}.")
