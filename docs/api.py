@@ -1,6 +1,5 @@
 """API pages: one a module, in the groups of the chapters, with the comments behind parameters as their explanation."""
 import ast, inspect, io, json, re, textwrap, tokenize
-from pathlib import Path
 
 
 def as_rst(

@@ -12,7 +12,7 @@ from ega import __version__
 
 project, author, copyright, version = "ega", "ega authors", "2026, ega authors", __version__
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "build", "_*", "docs/_*", "**.egg-info", "**/.ipynb_checkpoints"]
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 
@@ -35,7 +35,8 @@ html_copy_source = html_show_sphinx = False
 
 def chapters():
     "The groups of chapters, as README.md has them: {group: [(title, path)]}."
-    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", (root/"README.md").read_text(), re.M)
+    section = (root/"README.md").read_text().partition("## The chapters")[2]       # another table leads to a chapter, too
+    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
     return {group: re.findall(r"\[([^\]]+)\]\((nbs/[^)]+)\)", links) for group, links in rows}
 
 

@@ -9,7 +9,7 @@ __all__ = ['Method', 'RIVALS', 'RECIPES', 'ABLATIONS', 'METHODS', 'Trained', 'Ve
            'execute', 'over_settings', 'over_alphas', 'machine', 'Store', 'read_results', 'Grid', 'Sweep', 'Chosen',
            'config_of', 'run_grid', 'one_thread', 'check_comparable', 'summarize', 'choose', 'as_text', 'provenance']
 
-# %% ../nbs/11_runs.ipynb #1024e1ae
+# %% ../nbs/11_runs.ipynb #361afec6
 import hashlib, json, os, platform, time
 from collections import namedtuple
 from dataclasses import MISSING, dataclass, fields, replace
@@ -761,9 +761,9 @@ def as_text(
     *,
     metric="lp1",    # which metric
     of="diff"        # "diff": against the baseline; "value": itself
-):                   # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"
+):                   # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"; a narrow table breaks before an interval, not in it
     "A summary for the eye: points with their interval."
-    prefix, form = ("diff_", "{:+.1f} [{:+.1f}, {:+.1f}]") if of == "diff" else ("", "{:.1f} [{:.1f}, {:.1f}]")
+    prefix, form = ("diff_", "{:+.1f} [{:+.1f},\N{NO-BREAK SPACE}{:+.1f}]") if of == "diff" else ("", "{:.1f} [{:.1f},\N{NO-BREAK SPACE}{:.1f}]")
     s = summary[(summary.query_set == query_set) & (summary.metric == metric)]
     text = [form.format(*v) for v in s[[of, prefix + "low", prefix + "high"]].to_numpy()]
     wide = s.assign(text=text).pivot(index="method", columns="benchmark", values="text")

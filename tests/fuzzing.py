@@ -3,11 +3,9 @@
 `python tests/fuzzing.py EXTRA FOLDER READER...` prints a line of JSON before each file (so that a crash has a name) and one behind it."""
 import contextlib, io, json, os, pickle, resource, signal, struct, sys, tempfile, time, warnings, zipfile, zlib
 from collections import namedtuple
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -293,7 +291,7 @@ def write_monitor(folder):
 READERS["monitor"] = Reader(write_monitor, lambda f: monitor.Monitor.load(f/"m").check(rows(8, seed=3)).sentence)
 
 def write_split(folder):
-    y = labels(); data.Split(*(np.flatnonzero(np.isin(np.arange(N) % 5, p)) for p in ([0, 1], [0, 1], [2], [3], [4]))).save(folder/"s.json"); return ["s.json"]
+    data.Split(*(np.flatnonzero(np.isin(np.arange(N) % 5, p)) for p in ([0, 1], [0, 1], [2], [3], [4]))).save(folder/"s.json"); return ["s.json"]
 READERS["split"] = Reader(write_split, lambda f: repr(data.load_split(f/"s.json")) and str([v.tolist() for v in vars(data.load_split(f/"s.json")).values()]))
 
 def write_results(folder):
@@ -332,7 +330,7 @@ class Letters(Mean):
 def opened(folder, name, encoder):
     "Open a source and embed it, skipping what cannot be read."
     out = folder.parent/"out.parquet"
-    try: done = encoders.embed(datasets.open_source(folder/name), encoder, out, progress=False, restart=True, on_error="skip"); return of_pack(data.read_pack(out))[:64]
+    try: encoders.embed(datasets.open_source(folder/name), encoder, out, progress=False, restart=True, on_error="skip"); return of_pack(data.read_pack(out))[:64]
     finally: out.unlink(missing_ok=True)
 def write_images(folder):
     for i in range(4): (folder/"f"/f"{i % 2}").mkdir(parents=True, exist_ok=True); (folder/"f"/f"{i % 2}"/f"{i}.png").write_bytes(png((40*i, 9, 200)))
@@ -360,7 +358,7 @@ def went_on(folder):
 READERS["shards of ega embed"] = Reader(begun, went_on, strict=True)
 
 def onnx_file(folder, external=None, constant=None):
-    from onnx import TensorProto, helper, numpy_helper, save_model
+    from onnx import TensorProto, helper, numpy_helper
     def value(name, shape): return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
     w = numpy_helper.from_array(np.random.default_rng(0).normal(size=(D, 3, 2, 2)).astype("f4"), "w")
     if external: w.ClearField("raw_data"); w.data_location = TensorProto.EXTERNAL; e = w.external_data.add(); e.key, e.value = "location", external
@@ -393,7 +391,7 @@ def rang(*_): raise Slow
 def attempt(read, folder):
     "What a reader makes of a folder: (outcome, word about it, seconds, megabytes)."
     Path("/proc/self/clear_refs").write_text("5")
-    start, begun, value = growth(), time.monotonic(), None
+    start, begun = growth(), time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try: outcome, said = "read", read(folder)
     except InputError as error:

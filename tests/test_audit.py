@@ -8,7 +8,7 @@ import pandas as pd
 from ega.runs import RunConfig, config_from, config_of, read_results
 
 root = Path(__file__).resolve().parent.parent
-cells = json.loads((root/"nbs/27_audit.ipynb").read_text())["cells"]
+cells = [c for name in ("27_audit", "27_deviations") for c in json.loads((root/f"nbs/{name}.ipynb").read_text())["cells"]]
 headings = {re.match(r"## (.+)", "".join(c["source"]))[1] for c in cells if c["cell_type"] == "markdown" and "".join(c["source"]).startswith("## ")}
 
 

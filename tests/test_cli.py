@@ -127,7 +127,6 @@ def test_transform_refuses_in_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["transform", "none.safetensors", "x.npy", "z.npy"]) == 2 and "no such adapter" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
-    import torch
     from ega.adapters import Linear, save_adapter
     save_adapter(Linear(2), "f"); os.mkdir("x"); np.save("x/0.npy", np.eye(2, dtype="f4"))
     assert cli.main(["transform", "f", "x", "z", "--ray"]) == 1 and "ega[ray]" in capsys.readouterr().err

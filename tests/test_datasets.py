@@ -4,14 +4,12 @@ import http.server
 import importlib.util
 import io
 import json
-import os
 import pickle
 import sys
 import threading
 import types
 import warnings
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest

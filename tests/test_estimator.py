@@ -13,7 +13,7 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
 import ega
-from ega.adapters import EGABlock, Linear, LoRA, load_adapter, save_adapter, transform
+from ega.adapters import EGABlock, Linear, LoRA, save_adapter, transform
 from ega.cli import main
 from ega.core import InputError
 from ega.data import EmbeddingSet, write_pack

@@ -3,11 +3,9 @@ import ast
 import json
 import os
 import pickle
-import re
 import selectors
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, archive, attempt, bomb, chain, labels, onnx_file, png, repository, rows, unfolding
+from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, attempt, bomb, onnx_file, png, rows, unfolding
 
 from ega import cli, core, data, datasets, encoders, estimator
-from ega.adapters import Linear, save_adapter
-from ega.core import InputError, check_unfolded, message, open_npy, read_csv, read_json, read_npz
+from ega.adapters import Linear
+from ega.core import InputError, open_npy, read_csv, read_npz
 
 HERE = Path(__file__).resolve().parent
 FINE = {"good", "refused", "same", "taken", "kept"}     # taken: another value, where nothing could tell; kept: refused, with the rows of a transform that can go on
@@ -227,7 +225,7 @@ def test_a_link_planted_beside_a_target_is_never_written_through(tmp_path, endin
 
 
 def test_temporary_files_are_private_and_removed(tmp_path, monkeypatch):
-    import tempfile, threading
+    import tempfile
     modes = []
     with core.atomic_path(tmp_path/"a") as t: modes.append(t.stat().st_mode & 0o777)
     assert modes == [0o600] and [p.name for p in tmp_path.iterdir()] == ["a"] and os.stat(tempfile.mkdtemp(dir=tmp_path)).st_mode & 0o777 == 0o700

@@ -1,6 +1,5 @@
 "Adapters in front of an index: the neighbours of transform-then-search, folded, saved, migrated, refused."
 import json
-import os
 from pathlib import Path
 
 import numpy as np

@@ -81,7 +81,7 @@ def test_the_level_is_kept_for_any_distribution(law):
 
 def test_a_stream_keeps_its_promise_and_only_by_the_correction():
     rng = np.random.default_rng(7)
-    lowest = np.array([min(two_sample(r := rng.standard_normal((80, 2)), rng.standard_normal((10, 2)), choices=499)[0] for _ in range(10)) for _ in range(120)])
+    lowest = np.array([min(two_sample(rng.standard_normal((80, 2)), rng.standard_normal((10, 2)), choices=499)[0] for _ in range(10)) for _ in range(120)])
     assert (lowest <= .1/10).mean() <= .1 + 3*(.09/120)**.5 and (lowest <= .1).mean() > .4
 
 

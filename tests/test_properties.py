@@ -1,7 +1,5 @@
 "What is promised for all inputs, and Hypothesis looks for one that breaks it. Packs and splits have theirs in test_data.py, single functions in the file of their module."
 import csv
-import io
-import zipfile
 
 import numpy as np
 import pandas as pd
@@ -9,14 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega import runs, training
-from ega.core import InputError, as_labels, as_rows, normalize, open_npy, read_csv, read_json, read_npz, streams
-from ega.data import ClassSplit, EmbeddingSet, Split, check_split, class_split, read_pack, row_split, write_pack
+from ega import training
+from ega.core import InputError, as_labels, normalize, open_npy, read_csv, read_npz, streams
+from ega.data import EmbeddingSet, Split, check_split, class_split, read_pack, row_split, write_pack
 from ega.metrics import ar_at_k, bootstrap, lp_at_k, replicates
 from ega.runs import METHODS, RunConfig, Store, config_from, config_of
-from ega.search import Neighbours, knn, loo_knn
+from ega.search import knn, loo_knn
 from ega.selection import best_of, decide, leave_classes_out
-from ega.sparsity import class_index, in_batch_triplets, place_whole_set, whole_set_triplets
+from ega.sparsity import class_index, in_batch_triplets, whole_set_triplets
 
 SEEDS = st.integers(0, 2**32 - 1)
 LABELS = hnp.arrays(np.int64, st.integers(1, 60), elements=st.integers(-1, 8))

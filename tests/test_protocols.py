@@ -1,5 +1,5 @@
 "Protocols and published numbers: the counts of the published runs, every experiment end to end on random rows, published beside ours as a user meets it."
-import shlex
+import concurrent.futures, shlex
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +254,14 @@ def test_a_meaningless_table_is_not_run():
 
 # ---- published beside ours
 
+@pytest.fixture
+def one_process(monkeypatch):
+    "Runs are made in this process: test_runs has the workers, and one of them loads torch for longer than these runs take."
+    class Here(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, *_): super().__init__(1)
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Here)
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, packs):
     "A repository in small, with the packs of the released runs."
@@ -263,7 +271,7 @@ def clone(tmp_path_factory, packs):
     return top
 
 
-def test_reproduce_runs_resumes_and_prints_both(clone, packs, monkeypatch, capsys):
+def test_reproduce_runs_resumes_and_prints_both(clone, packs, one_process, monkeypatch, capsys):
     monkeypatch.chdir(clone)
     args = ["reproduce", "--protocol", "released", "--only", "tab:pet_ood", "--epochs", "1", "--packs", str(packs), "--workers", "1", "--quiet"]
     assert cli.main([*args, "--plan"]) == 0
@@ -309,7 +317,7 @@ def small(folder, n=7_200):
     write_pack(EmbeddingSet(normalize(np.random.default_rng(0).normal(size=(n, 4))), y, meta={"set": "pet", "encoder": "clip_vit_b32"}), pack_path("pet", "clip_vit_b32", folder))
 
 
-def test_a_pack_of_another_size_is_run_with_a_warning(tmp_path):
+def test_a_pack_of_another_size_is_run_with_a_warning(tmp_path, one_process):
     small(tmp_path)
     cells = cells_of(printed, "tab:pet_ood", "released", epochs=1)
     cells = [replace(c, configs=tuple(map(trial, c.configs))) for c in cells]

@@ -14,17 +14,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from fuzzing import Letters, labels, png, repository, rows
+from fuzzing import Letters, labels, repository, rows
 
 from ega import cli, data, datasets, deploy, encoders, runs, training
-from ega.adapters import EGABlock, Linear, LoRA, adapter_fingerprint, load_adapter, save_adapter, transform
+from ega.adapters import EGABlock, Linear, save_adapter, transform
 from ega.closed_form import WCCN
 from ega.core import InputError, atomic_path, fingerprint, normalize, streams, torch_generator
 from ega.estimator import EGA, evaluate
 from ega.index import AdaptedIndex, IndexStore
 from ega.monitor import Monitor
 from ega.search import knn, loo_knn
-from ega.sparsity import class_index, in_batch_triplets, whole_set_triplets
+from ega.sparsity import class_index, whole_set_triplets
 from test_selection import world
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -230,7 +230,6 @@ def test_two_of_the_same_transform_are_one(tmp_path, count):
 def writers():
     "Name -> (file or folder written, function of the folder that writes)."
     es = data.EmbeddingSet(rows(400), labels(400), meta={"set": "toy", "encoder": "noise"})
-    e = EGA("wccn", budget=None).fit(rows(60), labels(60))
     big = normalize(np.random.default_rng(0).normal(size=(60, 64)))
     wide = EGA("wccn", budget=None).fit(big, labels(60))
     adapter = EGABlock(6, hidden=512, gen=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import pytest
 from ega.core import InputError, normalize
 from ega.datasets import table
 from ega.metrics import loo_lp
-from ega.report import Spread, along, collapsed, compare, kinds, notes, outcomes, sentence, spread, write_report
+from ega.report import Spread, collapsed, compare, kinds, notes, sentence, spread, write_report
 
 
 def made(n=240, classes=12, seed=0, noise=1.):

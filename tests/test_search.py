@@ -1,5 +1,5 @@
 "Search: parity with FAISS and scikit-learn, brute force, duplicates, padding, silence, determinism."
-import hashlib, os, subprocess, sys, tracemalloc, types
+import os, subprocess, sys, tracemalloc, types
 from pathlib import Path
 
 import numpy as np
