@@ -125,7 +125,7 @@ RIVALS = {
     "linear_cosface": Method(AdapterConfig("linear"), LossConfig("cosface", margin=.35, tau=1/30), 3e-4),
     "linear_proxy_anchor": Method(AdapterConfig("linear"), LossConfig("proxy_anchor", margin=.1, tau=1/32), 3e-4),
 }
-RECIPES = {"recipe": Method(_white, LossConfig("nca", tau=.05), 5e-4, decay=10.)}
+RECIPES = {"recipe": Method(AdapterConfig("linear", geometry="guarded_wccn", shrinkage=.5), LossConfig("nca"), 5e-4, decay=10.)}
 ABLATIONS = {kind: Method(AdapterConfig(kind, hidden=2048), LossConfig("triplet", margin=.2, sampler="whole_set"))
              for kind in ("no_residual", "no_residual_drawn", "no_zero_init", "no_sphere")}
 METHODS = _main | RIVALS | ABLATIONS | RECIPES
