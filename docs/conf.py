@@ -12,7 +12,7 @@ from ega import __version__
 
 project, author, copyright, version = "ega", "ega authors", "2026, ega authors", __version__
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "build", "_*", "docs/_*", "**.egg-info", "**/.ipynb_checkpoints"]
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 
