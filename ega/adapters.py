@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RowLinear', 'l2', 'Branch', 'EGABlock', 'Ablation', 'GatedBlock', 'EGA', 'LoRA', 'Linear', 'parameter_count',
-           'interpolate', 'scaled', 'folded', 'Capped', 'adapter_fingerprint', 'save_adapter', 'load_adapter',
-           'transform']
+           'interpolate', 'scaled', 'folded', 'Capped', 'sizes_of', 'adapter_fingerprint', 'save_adapter',
+           'load_adapter', 'transform']
 
 # %% ../nbs/02_adapters.ipynb #3f8d0f70
 import copy, json
@@ -331,6 +331,10 @@ def folded(
     return linear.eval()
 
 # %% ../nbs/02_adapters.ipynb #capped
+def _check_cap(eps, where=""):
+    "The cap as it is stored, which rounds: 2 - 1e-9 is 2 in float32. On the device meta there is none to look at."
+    if not eps.is_meta and not 0 < eps < 2: raise InputError(f"{where}eps must lie in (0, 2), got {eps.item():.3g}; it is the largest displacement of a unit vector")
+
 class Capped(nn.Module):
     "An adapter whose displacement stays below eps for every unit vector, by construction."
     def __init__(self,
@@ -338,9 +342,9 @@ class Capped(nn.Module):
         eps      # largest displacement ||f(x) - x||, in (0, 2)
     ):
         super().__init__()
-        if not 0 < eps < 2: raise InputError(f"eps must lie in (0, 2), got {eps!r}; it is the largest displacement of a unit vector")
         self.inner, self.d = inner, inner.d
         self.register_buffer("eps", torch.tensor(float(eps)))
+        _check_cap(self.eps)
 
     def forward(self,
         x   # (..., d) unit rows
@@ -353,31 +357,40 @@ class Capped(nn.Module):
         return l2(turn.cos()*x + turn.sin()/length*v)
 
 # %% ../nbs/02_adapters.ipynb #adapter-fingerprint
-KINDS = {kind.__name__: (kind, sizes) for kind, *sizes in ((EGA, "d", "hidden"), (EGABlock, "d", "hidden"), (LoRA, "d", "rank", "scale"), (Linear, "d"))}
+KINDS = {kind.__name__: (kind, sizes) for kind, *sizes in ((EGA, "d", "hidden"), (EGABlock, "d", "hidden"), (LoRA, "d", "rank", "scale"), (Linear, "d"), (Capped, "inner"))}
+
+def sizes_of(
+    adapter   # nn.Module
+):            # dict; None for a kind that no file holds
+    "What its kind needs to be made again; of what a cap holds, too."
+    kind, names = KINDS.get(type(adapter).__name__, (None, ()))
+    if kind is not type(adapter): return None
+    if kind is not Capped: return {s: getattr(adapter, s) for s in names}
+    return {"inner": {"kind": type(adapter.inner).__name__, "sizes": sizes}} if (sizes := sizes_of(adapter.inner)) and "inner" not in sizes else None
 
 def adapter_fingerprint(
     adapter   # nn.Module
 ):            # 64 hexadecimal digits
     "Hash of kind, sizes, and the name and bytes of every weight."
-    kind = type(adapter).__name__
-    sizes = {s: getattr(adapter, s) for s in KINDS[kind][1]} if kind in KINDS else {}
+    kind, sizes = type(adapter).__name__, sizes_of(adapter) or {}
     state = {name: t.detach().cpu().contiguous() for name, t in sorted(adapter.state_dict().items())}
     about = json.dumps([kind, sizes, [(name, str(t.dtype), list(t.shape)) for name, t in state.items()]])
     return fingerprint(np.frombuffer(about.encode(), np.uint8), *(t.reshape(-1).view(torch.uint8).numpy() for t in state.values()))
 
 # %% ../nbs/02_adapters.ipynb #save-adapter
 def save_adapter(
-    adapter,   # EGA, EGABlock, LoRA or Linear
+    adapter,   # EGA, EGABlock, LoRA or Linear, or Capped around one of them
     path       # where the .safetensors file shall lie; replaced as a whole
 ):             # Path
     "Write kind, sizes, fingerprint and weights to one file, atomically."
     from safetensors.torch import save_file
-    kind = type(adapter).__name__
-    if KINDS.get(kind, (None,))[0] is not type(adapter): raise InputError(f"adapter must be one of {', '.join(KINDS)}, got {kind}; save the weights of other modules with safetensors")
+    kind, sizes = type(adapter).__name__, sizes_of(adapter)
+    if sizes is None: raise InputError(f"adapter must be one of {', '.join(KINDS)}, got {kind}{f' around {type(adapter.inner).__name__}' if isinstance(adapter, Capped) else ''}; save the weights of other modules with safetensors")
     state = {name: t.detach().cpu().contiguous() for name, t in adapter.state_dict().items()}
     for name, t in state.items():
         if not t.isfinite().all(): raise InputError(f"{name} must be finite, got {(~t.isfinite()).sum()} NaN or inf of {t.numel()} weights; train again with a lower learning rate")
-    about = {"kind": kind, "sizes": {s: getattr(adapter, s) for s in KINDS[kind][1]}, "fingerprint": adapter_fingerprint(adapter)}
+    if isinstance(adapter, Capped): _check_cap(adapter.eps, f"{Path(path).name}: ")
+    about = {"kind": kind, "sizes": sizes, "fingerprint": adapter_fingerprint(adapter)}
     with atomic_path(path) as t: save_file(state, t, {"ega": json.dumps(about)})
     return Path(path)
 
@@ -389,7 +402,7 @@ def _opened(path):
     if not Path(path).is_file(): raise InputError(f"{path}: no such adapter; expected a file written by ega.adapters.save_adapter")
     try:
         with safe_open(path, "pt") as f: about, state = json.loads((f.metadata() or {})["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
-        kind, sizes, _ = about["kind"], dict(about["sizes"]), about["fingerprint"]
+        kind, about["sizes"], _ = about["kind"], dict(about["sizes"]), about["fingerprint"]
         if not isinstance(kind, str): raise TypeError(f"kind is {kind!r}")
     except (SafetensorError, *UNREADABLE) as error:
         raise InputError(f"{path}: expected a whole file written by ega.adapters.save_adapter, but it cannot be read ({brief(error)}); copy or save it again") from error
@@ -401,12 +414,7 @@ def load_adapter(
 ):         # the adapter, on the CPU, in eval mode
     "Read an adapter and prove it whole. Raises `InputError` for every defect."
     about, state = _opened(path)
-    if about["kind"] not in KINDS: raise InputError(f"{path}: kind must be one of {', '.join(KINDS)}, got {about['kind']!r}; it was written by another version")
-    kind, names = KINDS[about["kind"]]
-    if set(about["sizes"]) != set(names): raise InputError(f"{path}: {about['kind']} needs the sizes {names}, got {sorted(about['sizes'])}; save the adapter again")
-    try:
-        with torch.device("meta"): adapter = kind(**about["sizes"], gen=torch.Generator())    # shapes only: nothing is allocated on a file's word
-    except (InputError, TypeError, RuntimeError) as error: raise InputError(f"{path}: {str(about['sizes'])[:80]} make no {about['kind']} ({brief(error)}); save the adapter again") from error
+    with torch.device("meta"): adapter = _blank(path, about["kind"], about["sizes"])          # shapes only: nothing is allocated on a file's word
     expected, found = ({k: list(t.shape) for k, t in s.items()} for s in (adapter.state_dict(), state))
     if wrong := [k for k in expected | found if expected.get(k) != found.get(k)]:
         raise InputError(f"{path}: weight {wrong[0]} must have shape {expected.get(wrong[0])}, got {found.get(wrong[0])}; the file belongs to other sizes: save the adapter again")
@@ -414,9 +422,23 @@ def load_adapter(
         raise InputError(f"{path}: weights must be of one floating type, got {sorted({str(t.dtype) for t in state.values()})}; save the adapter again")
     for k, t in state.items():
         if not t.isfinite().all(): raise InputError(f"{path}: weight {k} has NaN or inf; train again with a lower learning rate")
+    if "eps" in state: _check_cap(state["eps"], f"{path}: ")
     adapter.load_state_dict(state, assign=True)
     if adapter_fingerprint(adapter) != about["fingerprint"]: raise InputError(f"{path}: the weights are not those that were saved (fingerprint {str(about['fingerprint'])[:12]}..); copy or save it again")
     return adapter.eval()
+
+def _blank(path, kind, sizes, holds=True):
+    "An adapter of that kind and these sizes, or what is wrong with them."
+    kinds = [k for k in KINDS if holds or KINDS[k][0] is not Capped]                              # no cap under a cap
+    if kind not in kinds: raise InputError(f"{path}: kind must be one of {', '.join(kinds)}, got {str(kind)[:40]!r}; it was written by another version")
+    make, names = KINDS[kind]
+    if set(sizes) != set(names): raise InputError(f"{path}: {kind} needs the sizes {names}, got {sorted(sizes)}; save the adapter again")
+    try:
+        if make is Capped: return Capped(_blank(path, sizes["inner"]["kind"], dict(sizes["inner"]["sizes"]), holds=False), 1.)      # the cap itself is among the tensors
+        return make(**sizes, gen=torch.Generator())
+    except (InputError, TypeError, RuntimeError, LookupError, ValueError) as error:
+        if str(path) in str(error): raise                                                         # of what the cap holds
+        raise InputError(f"{path}: {str(sizes)[:80]} make no {kind} ({brief(error)}); save the adapter again") from error
 
 # %% ../nbs/02_adapters.ipynb #transform
 def transform(

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ega.adapters import (EGA, Ablation, EGABlock, GatedBlock, LoRA, Linear, adapter_fingerprint, interpolate, l2, load_adapter, parameter_count, save_adapter,
+from ega.adapters import (EGA, Ablation, Capped, EGABlock, GatedBlock, LoRA, Linear, adapter_fingerprint, interpolate, l2, load_adapter, parameter_count, save_adapter,
                           transform)
 from ega.core import InputError, normalize, on_circle, streams, torch_generator
 
@@ -365,6 +365,36 @@ def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path, kind, dtype):
     assert save_adapter(g, tmp_path/"f.safetensors").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["f.safetensors"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_saved_cap_comes_back_with_what_it_holds(tmp_path, kind, dtype):
+    f = Capped(trained(make(kind, 18)), .3).to(dtype)
+    g = load_adapter(save_adapter(f, tmp_path/"f.safetensors"))
+    assert type(g) is Capped and type(g.inner) is type(f.inner) and not g.training and torch.equal(g.eps, f.eps) and g.d == 18
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(f) == adapter_fingerprint(g)
+    assert len({adapter_fingerprint(a) for a in (f, f.inner, Capped(f.inner, .4).to(dtype))}) == 3
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(state={"eps": torch.tensor(2.)}), "eps must lie in"), (dict(state={"eps": torch.tensor(0.)}), "eps must lie in"), (dict(state={"eps": torch.tensor(-1.)}), "eps must lie in"), (dict(state={"eps": torch.tensor(.2)}), "not those that were saved"),
+    (dict(state={"eps": torch.tensor([.3])}), "weight eps must have shape"), (dict(drop=["eps"]), "weight eps must have shape"), (dict(about={"sizes": {"inner": 3}}), "make no Capped"), (dict(about={"sizes": {"inner": {"kind": "Linear"}}}), "make no Capped"),
+    (dict(about={"sizes": {"inner": {"kind": "Capped", "sizes": {"inner": {"kind": "Linear", "sizes": {"d": 18}}}}}}), "EGA, EGABlock, LoRA, Linear, got .Capped."), (dict(about={"sizes": {"inner": {"kind": "Linear", "sizes": {"d": -1}}}}), "make no"),
+    (dict(about={"sizes": {"inner": {"kind": ["x"], "sizes": {}}}}), "kind must be one of"), (dict(about={"sizes": {"d": 18}}), "needs the sizes")])
+def test_load_refuses_every_defect_of_a_cap(tmp_path, change, words):
+    path = damaged(save_adapter(Capped(trained(make("Linear", 18)), .3), tmp_path/"f.safetensors"), **change)
+    with pytest.raises(InputError, match=words): load_adapter(path)
+
+
+def test_a_cap_that_rounds_to_an_end_is_refused(tmp_path):
+    for eps in (2 - 1e-9, 1e-50):
+        with pytest.raises(InputError, match="eps must lie in"): Capped(make("Linear", 18), eps)
+    with pytest.raises(InputError, match="f.safetensors: eps must lie in"): save_adapter(Capped(make("Linear", 18), 1.9999).half(), tmp_path/"f.safetensors")
+    class Capped_(nn.Linear): d = 4
+    Capped_.__name__ = "Capped"
+    with pytest.raises(InputError, match="got Capped;"): save_adapter(Capped_(4, 4), tmp_path/"f.safetensors")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_loaded_adapter_does_not_hang_on_its_file(tmp_path):
     f = trained(make("LoRA", 18))
     g = load_adapter(save_adapter(f, tmp_path/"f.safetensors"))
@@ -379,7 +409,7 @@ def test_the_fingerprint_tells_kind_sizes_and_weights_apart():
 
 def test_save_refuses_foreign_modules_and_broken_weights(tmp_path):
     class EGABlock(nn.Linear): d, hidden = 4, 4                                # the name alone does not make it one
-    for f, words in ((nn.Linear(4, 4), "must be one of EGA, EGABlock, LoRA, Linear"), (EGABlock(4, 4), "must be one of")):
+    for f, words in ((nn.Linear(4, 4), "must be one of EGA, EGABlock, LoRA, Linear"), (EGABlock(4, 4), "must be one of"), (Capped(EGABlock(4, 4), .1), "Capped around EGABlock"), (Capped(Capped(make("Linear", 4), .2), .1), "Capped around Capped")):
         with pytest.raises(InputError, match=words): save_adapter(f, tmp_path/"f")
     f = make("Linear", 4)
     with torch.no_grad(): f.weight[1, 2] = float("nan")
@@ -399,7 +429,7 @@ def damaged(path, *, about=None, state=None, drop=(), raw=None):
     (dict(raw=lambda b: b""), "cannot be read"), (dict(raw=lambda b: b[:20]), "cannot be read"), (dict(raw=lambda b: b[:-1]), "cannot be read"), (dict(raw=lambda b: b"PK\x03\x04" + b), "cannot be read"),
     (dict(raw=lambda b: b[:-4] + np.float32(.5).tobytes()), "not those that were saved"), (dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()), "NaN or inf"),
     (dict(about=[1]), "cannot be read"), (dict(about={"kind": None}), "cannot be read"), (dict(about={"kind": ["LoRA"]}), "cannot be read"), (dict(about={"sizes": 3}), "cannot be read"),
-    (dict(about={"kind": "MLP"}), "kind must be one of"), (dict(about={"kind": "Linear"}), "needs the sizes"), (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
+    (dict(about={"kind": "MLP"}), "kind must be one of"), (dict(about={"kind": "Linear"}), "needs the sizes"), (dict(about={"sizes": {"d": 18}}), "needs the sizes"), (dict(about={"sizes": [["d", 4]]}), "needs the sizes"),
     (dict(about={"sizes": {"d": 18, "rank": 5, "scale": 2.}}), "must have shape"), (dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.}}), "must have shape"),
     (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.}}), "make no LoRA"), (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.}}), "make no LoRA"), (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.}}), "not those that were saved"),
     (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "make no LoRA"), (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.}}), "make no LoRA"),
