@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VarianceParts', 'PairedTest', 'variance_parts', 'class_means', 'paired_test', 'holm', 'queries_needed',
-           'design_effect', 'chance_of_lead', 'whole_counts', 'seed_counts']
+           'design_effect', 'chance_of_lead', 'rank_correlation', 'whole_counts', 'seed_counts']
 
 # %% ../nbs/09_comparison.ipynb #2f3ee3a2
 from collections import namedtuple
@@ -134,6 +134,21 @@ def chance_of_lead(
     lead = np.ones(1)
     for _ in range(queries): lead = np.convolve(lead, [side, 1 - 2*side, side])  # (2q + 1,) leads -q..q
     return float(2*lead[queries + hits:].sum())
+
+# %% ../nbs/09_comparison.ipynb #rank-correlation
+def rank_correlation(
+    a, b,          # (n,) numbers
+    groups=None    # (n,) the group of each; None: one
+):                 # float in [-1, 1]; nan where one of them has a nan or is constant in every group
+    "Spearman's correlation, ranks taken inside each group. Raises `InputError`."
+    from scipy.stats import rankdata                                    # a second, which nobody else here needs
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    groups = np.zeros(len(a), int) if groups is None else np.asarray(groups)
+    if a.ndim != 1 or not a.shape == b.shape == groups.shape: raise InputError(f"a, b and groups must be three arrays of one length, got shapes {a.shape}, {b.shape}, {groups.shape}")
+    ranks = np.zeros((2, len(a)))
+    for here in (groups == g for g in np.unique(groups)): ranks[:, here] = rankdata([a[here], b[here]], axis=1) - (here.sum() + 1)/2
+    r, s = ranks
+    with np.errstate(invalid="ignore"): return float((r*s).sum()/np.sqrt((r*r).sum()*(s*s).sum()))
 
 # %% ../nbs/09_comparison.ipynb #whole-counts
 def whole_counts(

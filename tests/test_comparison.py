@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from ega.comparison import _mean_squares, chance_of_lead, class_means, design_effect, holm, paired_test, queries_needed, seed_counts, variance_parts, whole_counts
+from ega.comparison import _mean_squares, chance_of_lead, class_means, design_effect, holm, paired_test, queries_needed, rank_correlation, seed_counts, variance_parts, whole_counts
 from ega.core import InputError
 
 
@@ -194,7 +194,17 @@ def test_seed_counts_equal_brute_force():
     assert made in seed_counts(f"{np.mean(made)/168:.3f}", f"{np.std(made)/168:.3f}", 168) and seed_counts("0.612", "0.020", 168) == []
 
 
+def test_rank_correlation_is_spearmans_inside_each_group():
+    a, b, where = rng().integers(6, size=(3, 90))                                            # with ties
+    assert np.isclose(rank_correlation(a, b), stats.spearmanr(a, b)[0])
+    ranks = [np.concatenate([stats.rankdata(v[where == g]) - (sum(where == g) + 1)/2 for g in range(6)]) for v in (a, b)]
+    assert np.isclose(rank_correlation(a, b, where), np.corrcoef(*ranks)[0, 1])
+    assert np.isclose(rank_correlation(a + 100*where, b - 50*where, where), rank_correlation(a, b, where))     # a level is no answer
+    assert np.isclose(rank_correlation(np.exp(a), b, where), rank_correlation(a, b, where)) and np.isnan(rank_correlation(where, b, where))
+
+
 @pytest.mark.parametrize("call, text", [
+    (lambda: rank_correlation([1, 2], [1, 2, 3]), "three arrays"), (lambda: rank_correlation([1, 2], [1, 2], [0]), "three arrays"),
     (lambda: variance_parts([([np.ones((1, 4))]*2, [[0, 0, 1, 1]]*2)], rng()), "two seeds"), (lambda: variance_parts([([np.ones((2, 4))], [[0, 0, 1, 1]])], rng()), "two splits"),
     (lambda: variance_parts([([np.ones((2, 2))]*2, [[0, 1]]*2)], rng()), "outnumber"), (lambda: paired_test([]), "two classes"), (lambda: holm([1.5]), "0..1"),
     (lambda: queries_needed(.1, 1, 0), "rate"), (lambda: chance_of_lead(0, 5, .5, 0), "hits"), (lambda: class_means([1, 2], [0]), "labels")])
