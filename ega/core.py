@@ -301,12 +301,14 @@ def read_csv(
     expected,    # what it should be, for messages
     needs=()     # columns it must have
 ):               # dict: column -> list of texts, "" where a line ends early
-    "A table of texts. Raises `InputError`."
+    "A table of texts; an empty line is an empty text where there is one column, no row where there are more. Raises `InputError`."
     path = Path(path)
     if not path.is_file(): raise InputError(f"{path}: {'is no file' if path.exists() else 'no such file'}; expected {expected}")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as f: rows = [r for r in csv.reader(f) if r]
-        head, body = (rows[0], rows[1:]) if rows else ([], [])
+        with open(path, encoding="utf-8-sig", newline="") as f:
+            rows = csv.reader(f)
+            head = next((r for r in rows if r), [])
+            body = [r or [""] for r in rows if r or len(head) == 1]
         if len(head) > 1000 or len(set(head)) < len(head): raise ValueError(f"{len(head)} columns, some of one name" if len(head) <= 1000 else f"{len(head)} columns, at most 1000 are read")
         if lacking := [c for c in needs if c not in head]: raise ValueError(f"the header {head[:9]} lacks {', '.join(lacking)}")
         if long := [i for i, r in enumerate(body) if len(r) > len(head)]: raise ValueError(f"row {long[0]} has {len(body[long[0]])} fields, the header {len(head)}")
