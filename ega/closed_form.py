@@ -9,7 +9,7 @@ __all__ = ['LinearMap', 'scatter', 'inverse_root', 'WCCN', 'GuardedWCCN', 'LDA',
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from .core import InputError, as_labels, as_rows, class_rows, normalize
+from .core import InputError, as_count, as_labels, as_rows, class_rows, normalize
 from .metrics import loo_lp
 
 # %% ../nbs/09_closed_form.ipynb #linearmap
@@ -107,6 +107,7 @@ class GuardedWCCN(LinearMap):
     def fit(self, x, y):   # (n, d) rows, (n,) labels -> self, with change_ (C,): of LP@1 in points, by class
         "Whiten, then ask the classes that were left out."
         if not 0 < self.shrinkage <= 1: raise InputError(f"shrinkage must lie in (0, 1], got {self.shrinkage}; with classes left out the scatter may have no extent in some directions")
+        for name in ("folds", "limit"): as_count(getattr(self, name), name, least=2)
         whitening = WCCN(self.shrinkage).fit(x, y)
         change = self.change_ = 100*_left_out(as_rows(x), as_labels(y, len(x)), self)
         harms = len(change) and change.mean() < -change.std(ddof=1)/len(change)**.5
@@ -131,7 +132,8 @@ def _left_out(x, y, guard):
 
 def _whitened(x, S, shrinkage):
     "Unit rows with the cosines that `inverse_root` gives, without eigenvectors, which take several times as long."
-    root = cholesky((1 - shrinkage)*S + shrinkage*np.trace(S)/len(S)*np.eye(len(S)), lower=True)
+    from sklearn.covariance import shrunk_covariance
+    root = cholesky(shrunk_covariance(S, shrinkage=shrinkage), lower=True)
     return normalize(solve_triangular(root, x.T, lower=True).T)
 
 # %% ../nbs/09_closed_form.ipynb #lda-2

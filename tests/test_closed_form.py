@@ -223,7 +223,7 @@ def test_fewer_rows_than_dimensions_need_shrinkage():
     (lambda x, y: WCCN().fit(x, y*0), "2 classes"), (lambda x, y: LDA().fit(x, y*0 - 1), "2 classes"), (lambda x, y: Ridge().fit(x[::15], y[::15]), "one row each"),
     (lambda x, y: WCCN().fit(x[::15], y[::15]), "one row each"), (lambda x, y: WCCN(-.1).fit(x, y), "[0, 1]"), (lambda x, y: LDA(shrinkage=2).fit(x, y), "[0, 1]"),
     (lambda x, y: PCA(shrinkage=2).fit(x), "[0, 1]"), (lambda x, y: PCA(9).fit(x), "1..8"), (lambda x, y: LDA(0).fit(x, y), "1..8"), (lambda x, y: Ridge(0).fit(x, y), "> 0"),
-    (lambda x, y: GuardedWCCN(0.).fit(x, y), "(0, 1]"), (lambda x, y: WCCN().transform(x), "fitted"), (lambda x, y: WCCN().fit(x, y).transform(x[:, :3]), "8 columns"), (lambda x, y: WCCN().fit(x, y[:-1]), "one label a row")])
+    (lambda x, y: GuardedWCCN(0.).fit(x, y), "(0, 1]"), (lambda x, y: GuardedWCCN(folds=1).fit(x, y), "folds must be an integer >= 2"), (lambda x, y: GuardedWCCN(limit=1).fit(x, y), "limit must be an integer >= 2"), (lambda x, y: WCCN().transform(x), "fitted"), (lambda x, y: WCCN().fit(x, y).transform(x[:, :3]), "8 columns"), (lambda x, y: WCCN().fit(x, y[:-1]), "one label a row")])
 def test_bad_input_is_named(call, text):
     with pytest.raises(InputError) as error: call(*clouds())
     assert text in str(error.value)
