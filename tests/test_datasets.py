@@ -86,6 +86,13 @@ def test_intents_in_file_order_with_unknown_rows_last(tmp_path):
         with pytest.raises(InputError, match="expected a folder of images, an image, or a file ending in"): open_source(tmp_path/name)
 
 
+@pytest.mark.parametrize("text, row", [("text\nhello there\n\nbye\n", 1), ("text\nhello\n\n", 1), ("text,label\na,b\n,c\n", 1)])
+def test_a_row_without_its_text_is_named_or_skipped(tmp_path, text, row):
+    (tmp_path/"t.csv").write_text(text)
+    with pytest.raises(InputError, match=f"^{row} cannot be encoded"): embed(tmp_path/"t.csv", Letters(), tmp_path/"a", **QUIET)
+    assert list(embed(tmp_path/"t.csv", Letters(), tmp_path/"b", on_error="skip", **QUIET).skipped) == [str(row)]
+
+
 def test_table_of_images(tmp_path):
     photos(tmp_path/"p", 3, ("x",))
     (tmp_path/"t.csv").write_text("image,label,split\np/x/000.png,b,train\np/x/001.png,a,test\np/x/002.png,,\n")
