@@ -40,7 +40,7 @@ def _reproduce(args):
     from ega.core import InputError
     if args.protocol: return _published(args)
     if alien := next((f"--{o}" for o in ("packs", "epochs", "plan") if getattr(args, o) not in (None, False)), None): raise InputError(f"{alien} belongs to --protocol, which is not given; name paper, released or strict")
-    from ega.runs import GRIDS, Store, run_grid
+    from ega.grids import GRIDS, Store, run_grid
     root = repository()
     grids = {k: v for k, v in GRIDS[args.profile].items() if k in (args.only or GRIDS[args.profile])}
     if missing := set(args.only or ()) - set(grids):
@@ -60,8 +60,8 @@ def _reproduce(args):
 # %% ../nbs/18_cli.ipynb #published
 def _published(args):
     "Tables and figures of the paper under a protocol: what is missing, what can be run, published beside ours."
+    from ega.grids import Store
     from ega.published import as_text, cells_of, overview, read_published, run_cells
-    from ega.runs import Store
     root = repository()
     packs, store, printed = Path(args.packs or root/"build/packs"), Store(root/"build/paper", args.protocol), read_published(root/"data/published.csv")
     if not args.only: print(overview(printed, args.protocol, packs, own=bool(args.packs)), "\nName tables or figures with --only to run what can be run."); return
@@ -86,7 +86,7 @@ def headline(
     committed    # folder of the committed results
 ):               # text of at most 80 columns
     "Unseen LP@1 of every method, change against frozen in points, beside the committed runs of the same id."
-    from ega.runs import read_results
+    from ega.grids import read_results
     columns = ["run_id", "benchmark", "method", "query_set", "lp1", "split_seed", "version", "machine"]
     ours, theirs = (read_results(f, "unseen", columns).query("query_set == 'unseen'") for f in (results, committed))
     def change(frame):
@@ -127,7 +127,7 @@ def _stored(folder, run_id):
     "Name of the experiment and rows of one run, by the first digits of its id."
     from ega.core import InputError
     from ega.data import open_parquet
-    from ega.runs import read_results
+    from ega.grids import read_results
     for path in sorted(folder.glob("*.parquet")):
         if "run_id" not in open_parquet(path).schema_arrow.names: continue
         ids = {i for i in read_results(folder, path.stem, ["run_id"]).run_id if i.startswith(run_id)}
@@ -209,13 +209,15 @@ def _report(args):
     else: print(f"{sentence(c)}\n{args.out}")
 
 # %% ../nbs/18_cli.ipynb #transform
+def _rescales(args): return args.normalize or Path(args.adapter).is_dir()      # a folder is an estimator, which rescaled in fit and does in transform
+
 def _transform(args):
     "A file or a folder of vectors, adapted."
     from ega.deploy import transform_file, transform_ray
-    how = {name: getattr(args, name) for name in ("column", "batch", "dtype", "compute", "normalize", "device")} | {"progress": not args.quiet and sys.stderr.isatty()}
+    how = {name: getattr(args, name) for name in ("column", "batch", "dtype", "compute", "device")} | {"normalize": _rescales(args), "progress": not args.quiet and sys.stderr.isatty()}
     if args.threads: how["threads"] = args.threads
-    if args.ray is None: done = transform_file(args.adapter, args.source, args.target, **how)
-    else: done = transform_ray(args.adapter, args.source, args.target, address=args.ray or None, **how)
+    if args.ray is None: done = transform_file(args.adapter, args.source, args.out, **how)
+    else: done = transform_ray(args.adapter, args.source, args.out, address=args.ray or None, **how)
     if args.json: print(json.dumps(done._asdict() | {"path": str(done.path)}))
     else: print(f"{done.rows} rows in {done.path}" + (f", {done.resumed_rows} of them found on disk" if done.resumed_rows else "") + f"; {done.seconds:.1f} s")
 
@@ -229,7 +231,9 @@ def _migrate(args):
 
 def _migrate_table(args, store):
     from ega.data import read_pack
+    from ega.core import InputError
     from ega.lance import migrate_table, open_table, served, switch, write_table
+    if args.normalize: raise InputError("--normalize is for an index of FAISS; the vectors of a LanceDB table are of norm 1")
     table = write_table(store, read_pack(args.rows)) if args.rows else open_table(store)
     before, version = served(table), migrate_table(table, args.adapter)
     if args.switch: switch(table, version if args.switch is True else args.switch)
@@ -240,7 +244,7 @@ def _migrate_index(args, store):
     from ega.index import IndexStore, migrate_index
     if not args.rows: raise InputError(f"{store}: an index of FAISS keeps no raw vectors to adapt; name their file with --rows (for a LanceDB table give FOLDER/NAME.lance)")
     kept = IndexStore(store)
-    before, version = kept.current, migrate_index(kept, args.adapter, args.rows, factory=args.factory, progress=not args.quiet and sys.stderr.isatty())
+    before, version = kept.current, migrate_index(kept, args.adapter, args.rows, factory=args.factory, normalize=_rescales(args), progress=not args.quiet and sys.stderr.isatty())
     if args.switch: kept.switch(version if args.switch is True else args.switch)
     return {"version": version, "rows": len(kept.open(version, args.adapter)), "before": before, "serves": kept.current}
 
@@ -253,7 +257,7 @@ def _asked(args):
         from ega.encoders import embed
         with tempfile.TemporaryDirectory() as folder: es = read_pack(embed(args.queries, args.encoder, Path(folder)/"q.parquet", dtype="float32", progress=not args.quiet and sys.stderr.isatty()).path)
         return es.x, es.ids.tolist()
-    from ega.deploy import rows_in
+    from ega.rows import rows_in
     from ega.estimator import read_rows, unit_rows
     if args.queries.endswith(".parquet") and rows_in(args.queries, column=args.column).pack: return (es := read_pack(args.queries)).x, es.ids.tolist()
     x = unit_rows(read_rows(args.queries, args.column)[0])
@@ -305,7 +309,7 @@ def _embed_arguments(c):
     c.add_argument("--weights", metavar="FILE", help="a local file of weights (default: from the hub); `random`: the bare architecture")
     c.add_argument("--device", help="cpu, cuda, cuda:1 (default: CUDA when there is one)")
     c.add_argument("--precision", choices=("float32", "float16", "bfloat16"), help="autocast of the model (default: float16 on a GPU, float32 on a CPU)")
-    c.add_argument("--out", default="build/packs", help="the .parquet file to write, or a folder of packs (default: build/packs)")
+    c.add_argument("-o", "--out", default="build/packs", help="the .parquet file to write, or a folder of packs (default: build/packs)")
     c.add_argument("--batch", type=int, help="inputs encoded at once (default: 16, on a GPU 256)")
     c.add_argument("--processes", type=int, default=0, help="processes that decode (default: 0, four threads do)")
     c.add_argument("--dtype", choices=("int8", "float16", "float32"), default="float16", help="how vectors are stored (default: float16)")
@@ -320,12 +324,12 @@ def _transform_arguments(
     "What `ega transform` takes."
     c.add_argument("adapter", help="what `ega fit` made, or a .safetensors file written by ega.adapters.save_adapter")
     c.add_argument("source", help="a .npy or .parquet file, a pack, or a folder of them")
-    c.add_argument("target", help="what shall be made: a file of the same ending, or a folder; must not exist")
+    c.add_argument("-o", "--out", required=True, help="what shall be made: a file of the same ending, or a folder; must not exist")
     c.add_argument("--column", help="the column of vectors (default: code of a pack, or the only one)")
     c.add_argument("--batch", type=int, default=1024, help="rows in a matrix product (default: 1024)")
     c.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the target (default: float32)")
     c.add_argument("--compute", choices=("float32", "bfloat16"), default="float32", help="bfloat16 pays where the processor multiplies it (default: float32)")
-    c.add_argument("--normalize", action="store_true", help="bring rows to norm 1 instead of refusing others")
+    c.add_argument("--normalize", action="store_true", help="bring rows to norm 1 instead of refusing others (what `ega fit` made always does, as in training)")
     c.add_argument("--threads", type=int, help="default: all cores; with --ray the cores of a task, 1")
     c.add_argument("--device", help="default: cuda when there is one, else cpu")
     c.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help="divide a folder among the machines of a Ray cluster (without ADDRESS: on this one)")
@@ -371,6 +375,7 @@ def _store_arguments(
         c.add_argument("--where", metavar="SQL", help="of a LanceDB table: only rows that meet this, such as \"split = 'test'\"")
         return
     c.add_argument("--rows", metavar="FILE", help="a pack: rows the table does not hold are added; for FAISS the .npy or .parquet file of the raw vectors")
+    c.add_argument("--normalize", action="store_true", help="of FAISS: bring raw rows to norm 1 instead of refusing others (what `ega fit` made always does)")
     c.add_argument("--factory", default="Flat", help="of a new FAISS index (default: Flat)")
     c.add_argument("--switch", nargs="?", const=True, metavar="VERSION", help="serve the new vectors, or go back to VERSION (vector: the raw column of a table)")
 
@@ -379,7 +384,7 @@ def _bench_arguments(c):
     "What `ega bench` takes."
     c.add_argument("--only", nargs="+", metavar="GROUP", help="race these groups (default: all; a wrong name lists them)")
     c.add_argument("--quick", action="store_true", help="tiny sizes, one process: does it run? Its ratios mean nothing")
-    c.add_argument("--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
+    c.add_argument("-o", "--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
     c.add_argument("--threads", type=int, default=1, help="threads of every contender (default: 1)")
     c.add_argument("--json", action="store_true", help="ratios as JSON")
 
@@ -389,7 +394,7 @@ def parser():
     top = argparse.ArgumentParser("ega", description=ega.__doc__.split("\n")[0])
     top.add_argument("--version", action="version", version=f"ega {ega.__version__}")
     sub = top.add_subparsers(required=True, metavar="COMMAND")
-    def command(name, run, help): c = sub.add_parser(name, help=help, description=help); c.set_defaults(run=run); return c
+    def command(name, run, help): c = sub.add_parser(name, help=help, description=help); c.set_defaults(run=run, parser=c); return c
     c = command("reproduce", _reproduce, "train the grid, render figures, tables and report")
     what = c.add_mutually_exclusive_group()
     what.add_argument("--profile", choices=("quick", "full"), default="quick", help="quick: one split, one seed, into build/quick; full: recompute data/results")
@@ -426,7 +431,8 @@ def main(
     argv=None   # arguments; None: those of the process
 ):              # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted
     "Run a command; the way from here to the answer is the same for all."
-    args = parser().parse_args(argv)
+    args, rest = parser().parse_known_args(argv)
+    if rest: args.parser.error(f"unrecognized arguments: {' '.join(rest)}")       # with the usage of the command, not of all
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")    # before torch loads: on a busy machine threads that spin while they wait starve each other
     from ega.core import InputError                    # after the parsing: help needs no NumPy
     try: args.run(args)

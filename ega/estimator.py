@@ -22,7 +22,7 @@ from .adapters import Linear, adapter_fingerprint, l2, load_adapter, save_adapte
 from .core import UNREADABLE, InputError, as_labels, atomic_path, brief, encode_labels, fingerprint, normalize, open_npy, read_csv, read_json, read_npz, require
 from .data import read_pack
 from .metrics import bootstrap, loo_lp
-from .deploy import rows_in
+from .rows import rows_in
 from .runs import fit_adapter
 from .selection import ALPHAS, CANDIDATES, Selection, candidate_of, select
 
@@ -71,7 +71,7 @@ def read_labels(
     path,          # .npy or .csv file
     column=None    # CSV: the column; None: `label`, or the only one
 ):                 # (n,) integers or texts
-    "Stored labels; -1 or an empty text where there is none. Raises `InputError`."
+    "Stored labels; -1 or an empty text where there is none, in a CSV of one column an empty line too. Raises `InputError`."
     path = Path(path)
     if not path.is_file(): raise InputError(f"{path}: no such file; expected a .npy or .csv file of labels")
     if path.suffix == ".npy": return np.array(open_npy(path))

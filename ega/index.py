@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .adapters import KINDS, Linear, adapter_fingerprint, l2, load_adapter, save_adapter, transform
+from .adapters import Linear, adapter_fingerprint, l2, load_adapter, save_adapter, sizes_of, transform
 from .closed_form import LinearMap
 from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, file_hash, fingerprint, normalize, read_json
-from .deploy import rows_in, transform_file
+from .deploy import stamp, transform_file
+from .rows import rows_in
 from .search import Neighbours, knn, load_faiss
 
 # %% ../nbs/15_index.ipynb #linear
@@ -80,7 +81,7 @@ def save_map(
         about = {"fingerprint": m.fingerprint, "matrix": fingerprint(m.matrix)}
         with atomic_path(folder/"matrix.safetensors") as t: save_file({"matrix": m.matrix}, t, {"ega": json.dumps(about)})
         return ["matrix.safetensors"]
-    if m.module is None or type(m.module) is not KINDS.get(type(m.module).__name__, (None,))[0]: return []
+    if m.module is None or sizes_of(m.module) is None: return []
     save_adapter(m.module, folder/"adapter.safetensors")
     return ["adapter.safetensors"]
 
@@ -435,6 +436,7 @@ def migrate_index(
     factory="Flat",   # of the new index
     ids=None,         # of the rows; None: those of a pack, else row numbers
     column=None,      # of Parquet: the column of vectors
+    normalize=False,  # bring rows to norm one, instead of refusing others
     batch=8192,       # rows read at once
     progress=False    # a bar while rows are adapted
 ):                    # name of the version; killed, the same call goes on
@@ -447,8 +449,9 @@ def migrate_index(
         import pyarrow.parquet as pq
         ids = pq.read_table(source, columns=["id"])["id"].to_pylist()
     ids = _ids(ids, opened.n, np.empty(0, np.int64))
-    adapted = store.folder/f"{name}.rows{source.suffix}"
-    if not adapted.exists(): transform_file(_module(m), source, adapted, column=column, progress=progress)
+    made_of = json.dumps([*stamp(source), opened.column, bool(normalize)])      # rows that a kill left of another call are not these
+    adapted = store.folder/f"{name}.rows-{fingerprint(np.frombuffer(made_of.encode(), np.uint8))[:8]}{source.suffix}"
+    if not adapted.exists(): transform_file(_module(m), source, adapted, column=column, normalize=normalize, progress=progress)
     _filled(index, rows_in(adapted, m.d, opened.column), ids, batch).save(store.folder/name)
     return _swept(store, name)
 

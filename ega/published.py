@@ -16,9 +16,10 @@ import pandas as pd
 
 from .core import InputError, read_csv
 from .data import pack_path
+from .grids import run_grid
 from .metrics import bootstrap, bootstrap_worst
 from .protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, benchmark_of, expected_counts, rows_of, shown_counts, split_of
-from .runs import METHODS, RunConfig, run_grid
+from .runs import METHODS, RunConfig
 from .training import TrainConfig
 
 # %% ../nbs/12_published.ipynb #read-published

@@ -338,9 +338,10 @@ def report(
     seed=0        # of all draws
 ):                # Comparison
     "Compare the rows before and after an estimator and write the page."
+    from sklearn.utils.validation import check_is_fitted
     from ega.adapters import transform
     from ega.core import fingerprint
-    from ega.estimator import check_is_fitted, labels_of, unit_rows
+    from ega.estimator import labels_of, unit_rows
     check_is_fitted(estimator)
     x, (labels, classes) = unit_rows(X, estimator.n_features_in_), labels_of(y, len(X))
     fitted = np.flatnonzero(labels >= 0) if fingerprint(x, labels) == estimator.data_fingerprint_ else None

@@ -17,8 +17,9 @@ import pandas as pd
 from .adapters import EGABlock, Linear, LoRA, scaled, transform
 from .core import InputError, as_count, as_labels, as_rows, check_unit, streams
 from .data import row_split
+from .grids import GRIDS
 from .metrics import lp_at_k, replicates
-from .runs import GRIDS, METHODS, RunConfig, fit_adapter
+from .runs import METHODS, RunConfig, fit_adapter
 from .search import knn, loo_knn
 from .training import TrainConfig
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ega.cli
-from ega import data, datasets, deploy, encoders, estimator, index, monitor, published, runs, training
+from ega import data, datasets, deploy, encoders, estimator, grids, index, monitor, published, runs, training
 from ega.adapters import Linear, LoRA, load_adapter, save_adapter
 from ega.core import InputError, fingerprint, normalize, read_json
 
@@ -254,7 +254,7 @@ READERS["ega transform .npy"] = Reader(lambda f: write_adapter(f) and write_npy(
 READERS["ega transform .parquet"] = Reader(lambda f: write_adapter(f) and write_parquet(f), lambda f: transformed(f, "parquet"), step=4)
 READERS["ega transform of a pack"] = Reader(lambda f: write_adapter(f) and data.write_pack(packed(), f/"x.parquet") and ["x.parquet"], lambda f: transformed(f, "parquet"), step=4)
 def transformed(folder, kind):
-    try: return command("transform", "f.safetensors", f"x.{kind}", f"z.{kind}", "--batch", "8", "--threads", "1", "--normalize", "--quiet")(folder)
+    try: return command("transform", "f.safetensors", f"x.{kind}", "-o", f"z.{kind}", "--batch", "8", "--threads", "1", "--normalize", "--quiet")(folder)
     finally:
         if (folder/f"z.{kind}").exists(): (folder/f"z.{kind}").unlink()
 
@@ -297,9 +297,9 @@ READERS["split"] = Reader(write_split, lambda f: repr(data.load_split(f/"s.json"
 def write_results(folder):
     if not _RAN:
         with tempfile.TemporaryDirectory() as t: repository(Path(t)); _RAN.append(runs.execute(CONFIG, Path(t)/"data/packs", device="cpu").assign(seconds=1.))
-    runs.Store(folder, "unseen").write(_RAN[0]); return ["unseen.parquet"]
+    grids.Store(folder, "unseen").write(_RAN[0]); return ["unseen.parquet"]
 _RAN, CONFIG = [], runs.config_of("unseen", "cub100", "frozen")
-def stored(folder): s = runs.Store(folder, "unseen"); f = s.read(); return f"{sorted(s.ids())} {len(f)} {[runs.config_from(runs.RunConfig, c).run_id for c in f.config]}"
+def stored(folder): s = grids.Store(folder, "unseen"); f = s.read(); return f"{sorted(s.ids())} {len(f)} {[runs.config_from(runs.RunConfig, c).run_id for c in f.config]}"
 READERS["results"] = Reader(write_results, stored)
 READERS["ega rerun"] = Reader(lambda f: repository(f) or [f"data/results/{n}" for n in write_results(f/"data/results")], command("rerun", CONFIG.run_id), step=4)
 def repository(folder):

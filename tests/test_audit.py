@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ega.runs import RunConfig, config_from, config_of, read_results
+from ega.grids import read_results
+from ega.runs import RunConfig, config_from, config_of
 
 root = Path(__file__).resolve().parent.parent
 cells = [c for name in ("27_audit", "27_deviations") for c in json.loads((root/f"nbs/{name}.ipynb").read_text())["cells"]]

@@ -15,7 +15,8 @@ from test_runs import make_packs
 
 from ega import cli
 from ega.core import InputError
-from ega.runs import Store, config_of, execute
+from ega.grids import Store
+from ega.runs import config_of, execute
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -109,7 +110,7 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
     save_adapter(f, tmp_path/"f.safetensors")
     x = normalize(np.random.default_rng(0).standard_normal((200_000, 64), dtype=np.float32))
     np.save(tmp_path/"x.npy", x)
-    args, journal = ("transform", "f.safetensors", "x.npy", "z.npy", "--threads", "1", "--device", "cpu", "--quiet"), tmp_path/"z.npy.part.json"
+    args, journal = ("transform", "f.safetensors", "x.npy", "-o", "z.npy", "--threads", "1", "--device", "cpu", "--quiet"), tmp_path/"z.npy.part.json"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ega.cli import main; sys.exit(main())"     # a shell's background jobs ignore ctrl-c
     process = subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
@@ -125,12 +126,12 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
 
 def test_transform_refuses_in_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["transform", "none.safetensors", "x.npy", "z.npy"]) == 2 and "no such adapter" in capsys.readouterr().err
+    assert cli.main(["transform", "none.safetensors", "x.npy", "-o", "z.npy"]) == 2 and "no such adapter" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
     from ega.adapters import Linear, save_adapter
     save_adapter(Linear(2), "f"); os.mkdir("x"); np.save("x/0.npy", np.eye(2, dtype="f4"))
-    assert cli.main(["transform", "f", "x", "z", "--ray"]) == 1 and "ega[ray]" in capsys.readouterr().err
-    assert cli.main(["transform", "f", "x", "z", "--quiet"]) == 0 and capsys.readouterr().out.startswith("2 rows in z; ") and np.array_equal(np.load("z/0.npy"), np.eye(2))
+    assert cli.main(["transform", "f", "x", "-o", "z", "--ray"]) == 1 and "ega[ray]" in capsys.readouterr().err
+    assert cli.main(["transform", "f", "x", "-o", "z", "--quiet"]) == 0 and capsys.readouterr().out.startswith("2 rows in z; ") and np.array_equal(np.load("z/0.npy"), np.eye(2))
 
 
 def test_embed_turns_photographs_into_a_pack(tmp_path):
@@ -231,8 +232,26 @@ def test_a_store_is_migrated_switched_and_asked(store, place, raw, capsys):
     if raw:
         assert {h["id"] for h in json.loads(says(*ask, "--where", "split = 'test'")[1])} <= set(es.ids[1::2])
         assert says("migrate", "a.safetensors", place, "--switch", "vector")[0] == 0 and says(*ask)[0] == 2
+        assert says("migrate", "a.safetensors", place, "--normalize")[0] == 2
     else: assert says(*ask, "--where", "x = 1")[0] == 2
     assert says("migrate", "a.safetensors", place, "--rows", "rows.parquet", "--switch", "nonsense", "--quiet")[0] == 2
+
+
+def test_rows_of_any_length_reach_an_index(store, capsys):
+    "Refused with the flag that cures it; with the flag, and for what `ega fit` made without it, as unit rows are."
+    pytest.importorskip("faiss")
+    es, _ = store
+    Path("e").mkdir(); Path("e/adapter.safetensors").write_bytes(Path("a.safetensors").read_bytes())
+    np.save("unit.npy", es.x); np.save("long.npy", 7*es.x)
+    def answers(adapter, rows, *how):
+        code = cli.main(["migrate", adapter, f"s {adapter} {rows} {len(how)}", "--rows", rows, "--switch", "--quiet", *how])
+        if code: return code, capsys.readouterr().err
+        capsys.readouterr(); cli.main(["search", adapter, f"s {adapter} {rows} {len(how)}", rows, "-k", "4", "--json"])
+        return code, [h["id"] for h in json.loads(capsys.readouterr().out)]
+    code, said = answers("a.safetensors", "long.npy")
+    assert code == 2 and "--normalize" in said
+    code, found = answers("a.safetensors", "unit.npy")
+    assert code == 0 and len(found) == 4*len(es.x) and answers("a.safetensors", "long.npy", "--normalize") == answers("e", "long.npy") == (0, found)
 
 
 def test_a_shell_learns_to_complete_every_command():

@@ -17,12 +17,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from test_runs import make_packs
 
-from ega import deploy
+from ega import deploy, throughput
 from ega.adapters import EGABlock, LoRA, save_adapter, transform
 from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, read_pack, write_pack
-from ega.deploy import rows_in, run_grid_ray, transform_file, transform_ray
-from ega.runs import Store, config_of, execute
+from ega.deploy import run_grid_ray, transform_file, transform_ray
+from ega.grids import Store
+from ega.rows import rows_in
+from ega.runs import config_of, execute
 
 D = 16
 ONE = dict(device="cpu", threads=1)
@@ -535,7 +537,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_a_rehearsal_kills_resumes_and_compares(tmp_path):
     f = made(64, 256)
-    run = deploy.rehearse(f, tmp_path, rows=200_000, rng=np.random.default_rng(0))
+    run = throughput.rehearse(f, tmp_path, rows=200_000, rng=np.random.default_rng(0))
     assert run["rows_equal"] == run["rows"] == 200_000 and 80_000 <= run["killed_after_rows"] <= run["resumed_rows"] < 200_000 and 100 < run["peak_rss_mb"] < 2048 and run["rows_per_s"] > 0
     z = np.load(tmp_path/"z.npy", mmap_mode="r+")
     z[123_456] *= -1; z.flush()                                              # a spoilt row is seen
@@ -551,8 +553,8 @@ def test_the_share_of_the_products_is_one_where_nothing_else_is_done(tmp_path, m
             for _ in range(times*8192//batch):
                 for w in weights: torch.mm(torch.ones(batch, w.shape[1]), w.detach().T)
             Path(target).touch()
-        monkeypatch.setattr(deploy, "transform_file", products)
-        found = deploy.product_share(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
+        monkeypatch.setattr(throughput, "transform_file", products)
+        found = throughput.product_share(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
         assert .6*share < found["share_cpu"] < 1.5*share and not list(tmp_path.iterdir())           # neighbours on the machine
 
 

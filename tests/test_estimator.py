@@ -8,19 +8,21 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
 import ega
-from ega.adapters import EGABlock, Linear, LoRA, save_adapter, transform
+from ega import estimator
+from ega.adapters import EGABlock, Linear, LoRA, adapter_fingerprint, save_adapter, scaled, transform
 from ega.cli import main
 from ega.core import InputError
 from ega.data import EmbeddingSet, write_pack
-from ega.deploy import rows_in
-from sklearn.exceptions import NotFittedError
-from ega.estimator import EGA, evaluate, labels_of, read_labels, read_rows
+from ega.estimator import EGA, evaluate, labels_of, read_labels, read_rows, unit_rows
+from ega.rows import rows_in
 from ega.runs import config_of, fit, fit_adapter
+from ega.selection import Selection
 from test_selection import world
 
 root = Path(__file__).resolve().parent.parent
@@ -111,6 +113,30 @@ def test_frozen_gives_the_rows_back():
     assert e.frozen_ and "too few" in e.selection_.reason and np.allclose(e.transform(x), x, atol=1e-6)
 
 
+def test_the_strength_that_was_chosen_is_what_is_kept(fitted):
+    _, x, y = fitted
+    e = EGA(candidates=("wccn",), alphas=(.5,)).fit(x, y)
+    whole = fit_adapter(e.selection_.config, unit_rows(x), y, device="cpu")
+    assert (e.selection_.method, e.selection_.alpha) == ("wccn", .5)
+    assert adapter_fingerprint(e.adapter_) == adapter_fingerprint(scaled(whole, .5)) != adapter_fingerprint(whole)
+
+
+def test_what_was_asked_for_is_what_is_asked(fitted, monkeypatch):
+    "Every setting reaches the selection under its own name; a method by name is the only candidate."
+    _, x, y = fitted
+    asked, frozen = [], Selection("frozen", 0., "", pd.DataFrame(), 1., .95, 12)
+    monkeypatch.setattr(estimator, "select", lambda x, y, names, **how: asked.append((names, how)) or frozen)
+    how = dict(budget=.3, confidence=.8, alphas=(.4,), folds=3, seed=5, device="cpu", progress=True)
+    EGA(candidates=("lda",), **how).fit(x, y); EGA("wccn", **how).fit(x, y)
+    assert asked == [(("lda",), how), (("wccn",), how)]
+
+
+def test_the_fingerprint_of_the_data_is_of_rows_and_labels(fitted):
+    _, x, y = fitted
+    made = [EGA("wccn", budget=None).fit(*data).data_fingerprint_ for data in ((x, y), (x, np.r_[y[:-1], -1]), (-x, y), (x, y))]
+    assert len(set(made)) == 3 and made[0] == made[3]
+
+
 def test_without_a_budget_nothing_is_asked():
     x, y = world(0, classes=4)
     e = EGA(method="wccn", budget=None).fit(x, y)
@@ -140,7 +166,7 @@ def spoil(folder, **change):
     (lambda f: (f/"adapter.json").unlink(), "no such description"), (lambda f: (f/"adapter.safetensors").unlink(), "no such adapter"),
     (lambda f: (f/"adapter.json").write_text("{"), "cannot be read"), (lambda f: (f/"adapter.json").write_text("[" * 10**5), "cannot be read"), (lambda f: (f/"adapter.json").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
     (lambda f: spoil(f, fingerprint="0"*64), "other weights"), (lambda f: spoil(f, n_features_in=3), "other weights"), (lambda f: spoil(f, settings={"method": "wccn", "steps": 3}), "no setting 'steps'"),
-    (lambda f: spoil(f, selection={"table": []}), "cannot be read"), (lambda f: spoil(f, classes=[1, "a"]), "classes are neither"),
+    (lambda f: spoil(f, selection={"table": []}), "cannot be read"), (lambda f: spoil(f, classes=[1, "a"]), "classes are neither"), (lambda f: spoil(f, classes=[1, 2**63]), "64-bit"),
     (lambda f: save_adapter(Linear(12), f/"adapter.safetensors"), "other weights")])
 def test_hostile_files_are_named(fitted, tmp_path, harm, words):
     fitted[0].save(tmp_path/"a"); harm(tmp_path/"a")
@@ -169,6 +195,9 @@ def test_hub_and_back_without_a_network(fitted, tmp_path, monkeypatch):
     e.push_to_hub("me/adapter")
     assert {"adapter.json", "adapter.safetensors"} <= set(sent["me/adapter"])
     assert np.array_equal(EGA.from_pretrained(str(tmp_path/"repo")).transform(x), e.transform(x))
+    fetched = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **how: fetched.append((name, how["allow_patterns"])) or str(tmp_path/"repo"))
+    assert np.array_equal(estimator._hub_class(EGA)._from_pretrained(model_id="me/adapter").estimator.transform(x), e.transform(x)) and fetched == [("me/adapter", ["adapter.*"])]      # nothing else of a repository is fetched
 
 
 def test_a_missing_extra_is_named(fitted, tmp_path, monkeypatch):
@@ -228,8 +257,11 @@ def test_the_command_fits_evaluates_and_transforms(files, tmp_path, capsys, monk
     assert main(["evaluate", out, x, y, "--json"]) == 0
     seen, = json.loads(capsys.readouterr().out)
     assert seen["classes"] == "seen" and seen["low"] > 0 and seen["rows"] == 168
-    assert main(["transform", out, x, str(tmp_path/"z.npy"), "--quiet"]) == 0
+    assert main(["transform", out, x, "-o", str(tmp_path/"z.npy"), "--quiet"]) == 0
     assert np.allclose(np.load(tmp_path/"z.npy"), EGA.load(out).transform(np.load(x)), atol=1e-6)
+    np.save("long.npy", 3*np.load(x))                                                     # what fit takes, transform takes
+    assert main(["transform", out, "long.npy", "-o", "y.npy", "--quiet"]) == 0 and np.allclose(np.load("y.npy"), np.load("z.npy"), atol=1e-6)
+    assert main(["transform", f"{out}/adapter.safetensors", "long.npy", "-o", "n.npy", "--quiet"]) == 2 and "--normalize" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["fit", x, "-o", "b"]) == 2 and "labels" in capsys.readouterr().err
     assert main(["evaluate", "nowhere", x, y]) == 2 and "no such" in capsys.readouterr().err
@@ -240,5 +272,8 @@ def test_seen_and_unseen_are_told_apart(fitted):
     other, names = world(7, classes=6)
     frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index("classes")
     assert frame.loc["seen", "count"] == 12 and frame.loc["unseen", "count"] == 6 and frame.loc["unseen", "rows"] == 84
+    alone = evaluate(e, np.vstack([x, other[:1], other]), np.r_[y, 999, names + 100]).set_index("classes")         # has no classmate to be found
+    assert alone.loc["unseen"].drop("rows").equals(frame.loc["unseen"].drop("rows")) and alone.loc["unseen", "rows"] == 84
     with pytest.raises(InputError, match="integers"): evaluate(e, x, [f"k{c}" for c in y])
-    with pytest.raises(NotFittedError): evaluate(EGA(), x, y)
+    for call in (lambda: evaluate(EGA(), x, y), lambda: EGA().transform(x), lambda: EGA().save("none"), lambda: EGA().to_onnx("none")):
+        with pytest.raises(NotFittedError): call()

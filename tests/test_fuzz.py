@@ -16,8 +16,9 @@ import torch
 from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, attempt, bomb, onnx_file, png, rows, unfolding
 
 from ega import cli, core, data, datasets, encoders, estimator
-from ega.adapters import Linear
+from ega.adapters import Linear, load_adapter
 from ega.core import InputError, open_npy, read_csv, read_npz
+from ega.rows import rows_in
 
 HERE = Path(__file__).resolve().parent
 FINE = {"good", "refused", "same", "taken", "kept"}     # taken: another value, where nothing could tell; kept: refused, with the rows of a transform that can go on
@@ -132,9 +133,9 @@ def planted(folder):
 
 def test_nothing_is_unpickled(tmp_path, count):
     "Every reader of files on every payload; refused or read, no mark is left."
-    from ega import deploy, index, monitor, published, runs
-    readers = [data.read_pack, data.load_split, estimator.read_rows, estimator.read_labels, estimator.EGA.load, deploy.rows_in, index.load_map, index.load_index, monitor.load_monitor, published.read_published,
-               datasets.open_source, datasets.image_archive, datasets.table, datasets.intents, encoders.OnnxImageEncoder, core.read_json, open_npy, read_npz, read_csv, lambda p: runs._read_parquet(p, None), lambda p: deploy.load_adapter(p)]
+    from ega import grids, index, monitor, published
+    readers = [data.read_pack, data.load_split, estimator.read_rows, estimator.read_labels, estimator.EGA.load, rows_in, index.load_map, index.load_index, monitor.load_monitor, published.read_published,
+               datasets.open_source, datasets.image_archive, datasets.table, datasets.intents, encoders.OnnxImageEncoder, core.read_json, open_npy, read_npz, read_csv, lambda p: grids._read_parquet(p, None), lambda p: load_adapter(p)]
     mark, paths = planted(tmp_path)
     for read in readers:
         for path in paths.values():

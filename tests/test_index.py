@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ega import index as module
-from ega.adapters import EGABlock, Linear, LoRA, adapter_fingerprint, save_adapter, transform
+from ega.adapters import Ablation, Capped, EGABlock, Linear, LoRA, adapter_fingerprint, save_adapter, transform
 from ega.closed_form import LDA, WCCN
 from ega.core import InputError, message, normalize
 from ega.data import EmbeddingSet, write_pack
@@ -276,6 +276,24 @@ def test_a_migrated_version_answers_as_one_made_in_memory(tmp_path, kind, ending
     name = store.switch(store.migrate(a, tmp_path/f"x{ending}", batch=100)).current
     found, expected = store.open().search(xq, 3), AdaptedIndex(a).add(x, [f"id {i}" for i in range(N)] if ending == ".parquet" else None).search(xq, 3)
     assert name == as_map(a).fingerprint[:16] and (found.I == expected.I).all() and np.allclose(found.D, expected.D, atol=1e-5)
+
+
+def test_rows_left_by_a_kill_are_not_those_of_another_file(tmp_path, monkeypatch):
+    "Killed after the rows and before the index; the next call brings another file of as many rows."
+    np.save(tmp_path/"x.npy", x); np.save(tmp_path/"other.npy", x[::-1])
+    store = IndexStore(tmp_path/"s")
+    with monkeypatch.context() as m:
+        m.setattr(AdaptedIndex, "save", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt): store.migrate(BENT, tmp_path/"x.npy")
+    assert len(list((tmp_path/"s").glob("*.rows-*"))) == 1
+    store.switch(store.migrate(BENT, tmp_path/"other.npy"))
+    assert (store.open().search(xq, 3).I == AdaptedIndex(BENT).add(x[::-1]).search(xq, 3).I).all() and not list((tmp_path/"s").glob("*.rows-*"))
+
+
+def test_what_no_file_holds_is_not_kept_with_an_index(tmp_path):
+    for f in (Ablation(8, hidden=4, without=("residual",), gen=torch.Generator()), Capped(Ablation(8, hidden=4, without=("residual",), gen=torch.Generator()), .3), Capped(Capped(Linear(8), .3), .2)):
+        assert save_map(f, tmp_path) == [] and not any(tmp_path.iterdir())
+    assert save_map(Capped(EGABlock(8, hidden=4, gen=torch.Generator()), .3), tmp_path) == ["adapter.safetensors"]
 
 
 def test_old_and_new_side_by_side_and_a_kill_between(tmp_path, monkeypatch):

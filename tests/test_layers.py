@@ -9,11 +9,11 @@ package = Path(__file__).resolve().parent.parent/"ega"
 LAYERS = [
     {"core"},
     {"data", "datasets", "adapters", "losses", "search", "plots", "harness"},
-    {"sparsity", "metrics", "closed_form", "encoders", "certificates"},
+    {"rows", "sparsity", "metrics", "closed_form", "encoders", "certificates"},
     {"comparison", "protocols"},
     {"training", "theory"},
-    {"runs", "selection"},
-    {"estimator", "deploy", "index", "lance", "monitor", "published"},
+    {"runs", "grids", "summary", "selection"},
+    {"estimator", "deploy", "throughput", "index", "lance", "monitor", "published"},
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

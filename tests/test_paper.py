@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np, pandas as pd, pytest
 
-runs = pytest.importorskip("ega.runs")
+from ega import grids, protocols, runs
 from ega.core import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,11 +18,11 @@ sys.path.pop(0)
 PUBLISHED = pd.read_csv(ROOT/"data/published.csv", dtype=str, keep_default_na=False)
 SIZE, CLASSES = 80, 8
 
-METHODS = runs.GRIDS["full"]["unseen"].methods
+METHODS = grids.GRIDS["full"]["unseen"].methods
 
 def made_up_row(config, query_set):
     "A stored row with made-up outcomes; methods differ by a shift that every benchmark shares."
-    m, b = list(runs.METHODS).index(config.method), list(runs.BENCHMARKS).index(config.benchmark)
+    m, b = list(runs.METHODS).index(config.method), list(protocols.BENCHMARKS).index(config.benchmark)
     rng, classes = np.random.default_rng([b, config.split_seed, query_set == "seen"]), np.arange(SIZE) % CLASSES
     shift = 0 if m == 0 else .02*m if query_set == "seen" else .04*(m - 8)
     hit = np.float32(rng.random(SIZE) < .5 + shift)
@@ -37,14 +37,14 @@ def made_up_row(config, query_set):
 def store(folder, experiment, configs, change=lambda f: f):
     sets = ("seen",) if experiment == "in_distribution" else ("seen", "unseen")
     frame = change(pd.DataFrame([made_up_row(c, q) for c in configs for q in sets]))
-    runs.Store(folder, experiment).write(frame)
+    grids.Store(folder, experiment).write(frame)
     return frame
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    frames = {e: store(folder, e, list(runs.GRIDS["quick"][e].configs())) for e in ("unseen", "in_distribution")}
-    long = list(runs.GRIDS["full"]["long"].configs())
+    frames = {e: store(folder, e, list(grids.GRIDS["quick"][e].configs())) for e in ("unseen", "in_distribution")}
+    long = list(grids.GRIDS["full"]["long"].configs())
     return folder, frames | {"long": store(folder, "long", long)}
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_leaks_are_marked(built):
 def test_ours_and_the_papers_never_share_a_column(built, name):
     ours, theirs = ({c.split(": ")[1] for c in table(built/f"tables/{name}.md") if c.startswith(w)} for w in ("ours: ", "paper: "))
     assert ours and theirs and not ours & theirs
-    assert ours <= {b.replace(">", " → ") for b in runs.BENCHMARKS} | {"mean", "worst"}
+    assert ours <= {b.replace(">", " → ") for b in protocols.BENCHMARKS} | {"mean", "worst"}
     assert theirs <= set(PUBLISHED["dataset"])
 
 def test_our_numbers_are_the_stored_outcomes(built, stored):
@@ -162,7 +162,7 @@ def test_rows_of_different_indexes_are_refused(tmp_path):
 def test_figures_refuse_tables_of_other_results(stored, built, tmp_path):
     for folder in (tmp_path/"empty", built):
         some = stored[1]["unseen"].query("method in ('frozen', 'ega')")
-        runs.Store(tmp_path/"r", "unseen").write(some)
+        grids.Store(tmp_path/"r", "unseen").write(some)
         with paper.environment(ROOT/"nbs", EGA_RESULTS=tmp_path/"r", EGA_PAPER=folder), pytest.raises(InputError, match="run 40_tables first"):
             paper.run_notebook(ROOT/"nbs/41_figures.ipynb")
 
@@ -210,7 +210,7 @@ def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
     assert names["speed_of"](tmp_path/"none.parquet") == (None, None)
 
 def test_rivals_and_margins_are_read_from_their_runs(names, tmp_path):
-    rows = store(tmp_path, "rivals", list(runs.GRIDS["full"]["rivals"].configs()))
+    rows = store(tmp_path, "rivals", list(grids.GRIDS["full"]["rivals"].configs()))
     t = names["rivals_of"](rows).set_index("method")
     wide = rows[rows["query_set"] == "unseen"].pivot(index="method", columns="benchmark", values="lp1")
     change = 100*(wide - wide.loc["frozen"])
@@ -243,8 +243,8 @@ def test_the_nine_tables_hold_the_paper_as_printed_and_ours_as_stored(built, nam
 def test_number_formats(names):
     points, span, latex = names["points"], names["span"], names["latex"]
     assert [points(v, True) for v in (1.26, -.04, .04, np.nan, -12.35)] == ["+1.3", "0.0", "0.0", "–", "−12.3"]    # -12.35 is just above in binary
-    assert span(-1, np.nan) == "" and span(-1, 1, True) == "[−1.0, +1.0]"
-    assert r"50\% \& a\_b $\to$ $-$1 $\pm$ 2$\dagger$" in latex(["50% & a_b → −1 ± 2†"], [])
+    assert span(-1, np.nan) == "" and span(-1, 1, True) == "[−1.0,\N{NO-BREAK SPACE}+1.0]"
+    assert r"50\% \& a\_b $\to$ $-$1 $\pm$ 2$\dagger$" in latex(["50% & a_b → −1 ± 2†"], []) and "[−1.0,~+1.0]".replace("−", "$-$") in latex([span(-1, 1, True)], [])
 
 def test_the_report_has_no_typed_results():
     "Results are decimals or have thousands; whatever has neither a unit of length nor a place in tables/ was typed."

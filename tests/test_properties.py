@@ -3,6 +3,7 @@ import csv
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
@@ -10,8 +11,9 @@ from hypothesis.extra import numpy as hnp
 from ega import training
 from ega.core import InputError, as_labels, normalize, open_npy, read_csv, read_npz, streams
 from ega.data import EmbeddingSet, Split, check_split, class_split, read_pack, row_split, write_pack
+from ega.grids import Store
 from ega.metrics import ar_at_k, bootstrap, lp_at_k, replicates
-from ega.runs import METHODS, RunConfig, Store, config_from, config_of
+from ega.runs import METHODS, RunConfig, config_from, config_of
 from ega.search import knn, loo_knn
 from ega.selection import best_of, decide, leave_classes_out
 from ega.sparsity import class_index, in_batch_triplets, whole_set_triplets
@@ -68,6 +70,13 @@ def test_tables_of_texts_come_back(tmp_path, pytestconfig, count):
         with open(tmp_path/"t.csv", "w", encoding="utf-8", newline="") as f: csv.writer(f).writerows([names, *body])
         assert read_csv(tmp_path/"t.csv", "a table") == {c: [r[i] for r in body] for i, c in enumerate(names)}
     count("examples: tables of texts", examine(check, pytestconfig, 80, names=st.lists(texts, min_size=1, max_size=4), n=st.integers(0, 5), data=st.data()))
+
+
+@pytest.mark.parametrize("text, table", [("label\na\n\nb\n\n", {"label": ["a", "", "b", ""]}), ("\nlabel\n\n", {"label": [""]}), ("a,b\n1,2\n\n3\n\n", {"a": ["1", "3"], "b": ["2", ""]})])
+def test_an_empty_line_is_a_row_of_one_column_only(tmp_path, text, table):
+    "So NumPy's savetxt and a list of lines write unlabelled rows."
+    (tmp_path/"t.csv").write_text(text)
+    assert read_csv(tmp_path/"t.csv", "a table") == table
 
 
 def test_splits_never_leak(pytestconfig, count):

@@ -13,9 +13,10 @@ from ega.core import InputError, normalize
 from ega.data import EmbeddingSet, check_split, pack_path, write_pack
 from ega.datasets import DATASETS, released_class_split
 from ega.encoders import encoder_card
+from ega.grids import Store
 from ega.protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, Protocol, benchmark_of, divide, expected_counts, outcomes, rows_of, shown_counts, split_of
 from ega.published import _NotRun, artefacts, as_text, cells_of, command_of, compare, configs_for, experiment_of, overview, packs_for, read_published, run_cells, warnings_of
-from ega.runs import RunConfig, Store, execute, judge_settings
+from ega.runs import RunConfig, execute, judge_settings
 from ega.search import Neighbours, SearchConfig
 
 root = Path(__file__).resolve().parent.parent

@@ -16,8 +16,8 @@ import pytest
 import torch
 from fuzzing import Letters, labels, repository, rows
 
-from ega import cli, data, datasets, deploy, encoders, runs, training
-from ega.adapters import EGABlock, Linear, save_adapter, transform
+from ega import cli, data, datasets, deploy, encoders, grids, runs, training
+from ega.adapters import EGABlock, Linear, save_adapter
 from ega.closed_form import WCCN
 from ega.core import InputError, atomic_path, fingerprint, normalize, streams, torch_generator
 from ega.estimator import EGA, evaluate
@@ -82,7 +82,7 @@ def fitted(folder):
 
 def grid(folder):
     "What a worker and its parent do, without the pool."
-    store = runs.Store(folder/"r", "unseen")
+    store = grids.Store(folder/"r", "unseen")
     for method in ("frozen", "supcon"):
         c = runs.config_of("unseen", "cub100", method, hidden=8, epochs=2)
         if c.run_id not in store.ids(): store.add(runs.execute(c, folder.parent/"data/packs", checkpoint=store.parts/f"{c.run_id}.safetensors", device="cpu").assign(seconds=0.))
@@ -192,11 +192,11 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
     each, many = 30, 3
     def worker(w):
         def work():
-            store = runs.Store(tmp_path/"r", "unseen")
+            store = grids.Store(tmp_path/"r", "unseen")
             for i in range(each): store.add(result(w*each + i)); store.add(result(i)); store.seal() if i % 3 == w else None
         return work
     def reader():
-        store, seen, end = runs.Store(tmp_path/"r", "unseen"), 0, time.monotonic() + 120
+        store, seen, end = grids.Store(tmp_path/"r", "unseen"), 0, time.monotonic() + 120
         while seen < many*each:
             assert time.monotonic() < end, "a run was lost"
             ids = store.ids()
@@ -204,7 +204,7 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
             seen = len(ids)
             if seen: assert store.read(["run_id"]).run_id.nunique() >= seen
     forked(*map(worker, range(many)), reader)
-    store = runs.Store(tmp_path/"r", "unseen")
+    store = grids.Store(tmp_path/"r", "unseen")
     store.seal()
     frame = store.read()
     assert len(frame) == 2*many*each and np.allclose(frame.lp1, [int(r, 16)/100 for r in frame.run_id]) and not store.parts.exists()
@@ -236,7 +236,7 @@ def writers():
     optimizer = torch.optim.AdamW(adapter.parameters())
     return {"pack": lambda f: data.write_pack(es, f/"p.parquet", dtype="float32"), "adapter": lambda f: save_adapter(adapter, f/"a.safetensors"), "estimator": lambda f: wide.save(f/"e"),
             "checkpoint": lambda f: training.save_checkpoint(f/"c.safetensors", adapter, optimizer, [torch.Generator()], training.History(), epoch=1, owner="o"),
-            "results": lambda f: runs.Store(f, "unseen").write(pd.DataFrame({"run_id": [os.urandom(400).hex() for _ in range(40)]})), "split": lambda f: data.Split(*[np.arange(9000)]*5).save(f/"s.json"),
+            "results": lambda f: grids.Store(f, "unseen").write(pd.DataFrame({"run_id": [os.urandom(400).hex() for _ in range(40)]})), "split": lambda f: data.Split(*[np.arange(9000)]*5).save(f/"s.json"),
             "index": lambda f: AdaptedIndex(np.eye(6, dtype="f4")).add(rows(900)).save(f/"i"), "monitor": lambda f: Monitor.fit(rows(900), np.eye(6, dtype="f4"), horizon=5).save(f/"m"), "onnx": lambda f: wide.to_onnx(f/"e.onnx"), "file": lambda f: _plain_file(f/"t.txt")}
 
 WRITERS = ("pack", "adapter", "estimator", "checkpoint", "results", "split", "index", "monitor", "onnx", "file")
@@ -275,7 +275,7 @@ def test_a_full_disk_is_said_and_the_old_file_stays(tmp_path, name):
 @needs_fork
 def test_commands_on_a_full_disk_end_in_one_line(tmp_path, capfd, count):
     np.save(tmp_path/"x.npy", normalize(np.random.default_rng(0).normal(size=(60, 64)))); np.save(tmp_path/"y.npy", labels(60)); save_adapter(Linear(64), tmp_path/"a.safetensors")
-    commands = (["fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet"], ["transform", "a.safetensors", "x.npy", "z.npy", "--normalize", "--quiet"], ["report", "e", "x.npy", "y.npy"])
+    commands = (["fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet"], ["transform", "a.safetensors", "x.npy", "-o", "z.npy", "--normalize", "--quiet"], ["report", "e", "x.npy", "y.npy"])
     EGA("wccn", budget=None).fit(np.load(tmp_path/"x.npy"), labels(60)).save(tmp_path/"e")
     os.chdir(tmp_path)
     for argv in commands:
@@ -299,7 +299,7 @@ def test_a_folder_that_may_not_be_written_is_said(capfd, count):
         def powerless():
             os.chdir(folder)
             if os.geteuid() == 0: os.setegid(65534); os.seteuid(65534)
-        commands = (["fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet"], ["transform", "a.safetensors", "x.npy", "z.npy", "--quiet"])
+        commands = (["fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet"], ["transform", "a.safetensors", "x.npy", "-o", "z.npy", "--quiet"])
         for argv in commands:
             in_child(lambda: os._exit(0 if cli.main(argv) in (1, 2) else 9), powerless)
             err = capfd.readouterr().err.strip()
@@ -316,6 +316,7 @@ def test_a_folder_that_may_not_be_written_is_said(capfd, count):
 
 BITS = """
 import json, sys; sys.path.insert(0, {tests!r})
+from ega.adapters import transform
 from test_reliability import *
 from threadpoolctl import threadpool_limits
 x = normalize(np.random.default_rng(0).normal(size=(600, 96))); y = np.arange(600) % 20
@@ -406,7 +407,8 @@ import sys, numpy as np, torch
 from pathlib import Path
 from ega.adapters import Linear
 from ega.core import peak_mb
-from ega.deploy import transform_file, _synthetic
+from ega.deploy import transform_file
+from ega.throughput import _synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])
 _synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))
 before = peak_mb()

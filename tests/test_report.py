@@ -3,11 +3,13 @@ import re
 
 import numpy as np
 import pytest
+from sklearn.exceptions import NotFittedError
 
 from ega.core import InputError, normalize
 from ega.datasets import table
+from ega.estimator import EGA
 from ega.metrics import loo_lp
-from ega.report import Spread, collapsed, compare, kinds, notes, sentence, spread, write_report
+from ega.report import Spread, collapsed, compare, kinds, notes, report, sentence, spread, write_report
 
 
 def made(n=240, classes=12, seed=0, noise=1.):
@@ -109,6 +111,11 @@ def test_refusals_leave_nothing_behind(both, c, tmp_path):
                         (lambda: compare(x, z, y, seen=(), fitted=[0]), "classes are not among the seen"), (lambda: compare(2*x, z, y, seen=()), "unit rows")):
         with pytest.raises(InputError, match=re.escape(words)): call()
     assert not list(tmp_path.glob("r.*"))
+
+
+def test_an_estimator_that_was_not_fitted_writes_no_page(both, tmp_path):
+    with pytest.raises(NotFittedError, match="not fitted"): report(EGA(), both[0], both[2], tmp_path/"r.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_tells_own_rows_from_others_and_new_classes(tmp_path, capsys):

@@ -7,7 +7,10 @@ import pandas as pd
 import pytest
 
 from ega.cli import TOLERANCE
-from ega.runs import ALPHAS, GRIDS, SETTINGS, RunConfig, check_comparable, choose, config_from, execute, machine, one_thread, read_results, rows_of
+from ega.grids import GRIDS, read_results
+from ega.protocols import rows_of
+from ega.runs import ALPHAS, SETTINGS, RunConfig, config_from, execute, machine, one_thread
+from ega.summary import check_comparable, choose
 
 root = Path(__file__).resolve().parent.parent
 CURVES = ("interpolation", "margins", "tuning", "tuned")

@@ -12,12 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import runs, search
+from ega import grids, runs, search
 from ega.core import InputError, normalize, simplex
 from ega.data import EmbeddingSet, pack_path, write_pack
+from ega.grids import GRIDS, Grid, Store, Sweep, gathered, run_grid
 from ega.metrics import cosine_spread
-from ega.protocols import Protocol
-from ega.runs import (BENCHMARKS, GRIDS, METHODS, Grid, RunConfig, Store, Sweep, choose, config_from, config_of, execute, rows_of, provenance, run_grid, split_of, summarize, trained)
+from ega.protocols import BENCHMARKS, Protocol, rows_of, split_of
+from ega.runs import METHODS, RunConfig, config_from, config_of, execute, trained
+from ega.summary import choose, provenance, summarize
 
 BUDGET = dict(hidden=16, epochs=2)
 
@@ -99,7 +101,6 @@ def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method)
 @pytest.mark.parametrize("k", [1, 3])
 def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatch):
     "Neighbours in the other folds are read from the neighbours among all rows; crowds of 30 twins of one fold leave none there, so these are searched again."
-    from ega import runs
     from ega.search import SearchConfig
     rng = np.random.default_rng(0)
     y = rng.integers(5, size=240//crowd)
@@ -241,6 +242,13 @@ def test_summary_refuses_mixtures(results):
     with pytest.raises(InputError, match="splits of frozen"): summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
 
 
+def test_a_table_names_its_hidden_widths_and_epochs_only_where_runs_have_them(results):
+    untrained, trained = (results[results.method == m] for m in ("frozen", "supcon"))
+    assert "hidden 16, 2 epochs, protocol strict" in provenance(trained) and "hidden 16, 2 epochs" in provenance(results)
+    assert "hidden" not in provenance(untrained) and "epochs" not in provenance(untrained)
+    assert provenance(results).startswith(f"{results.run_id.nunique()} runs: 2 methods on 2 benchmarks, splits 0, 42, seeds 0, 1, ")
+
+
 def test_quick_is_a_part_of_full():
     for name, grid in GRIDS["quick"].items():
         assert {c.run_id for c in grid.configs()} <= {c.run_id for c in GRIDS["full"][name].configs()}
@@ -341,7 +349,7 @@ def test_asking_for_few_columns_loses_no_row(tmp_path):
 
 
 def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
-    store, opened = Store(tmp_path, "unseen"), runs.open_parquet
+    store, opened = Store(tmp_path, "unseen"), grids.open_parquet
     first, second = [pd.DataFrame({"run_id": names, "query_set": "seen", "benchmark": "b", "method": "m", "config": "{}"}) for names in (["a"], ["b", "c"])]
     store.write(first)
 
@@ -350,7 +358,51 @@ def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
         f = opened(path)
         store.write(second)
         return f
-    monkeypatch.setattr(runs, "open_parquet", replaced)
+    monkeypatch.setattr(grids, "open_parquet", replaced)
     assert store.read().run_id.tolist() == ["a"]
     monkeypatch.undo()
     assert store.read().run_id.tolist() == ["b", "c"]
+
+
+# ---- tables that are no grid
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_table_that_was_stopped_goes_on(tmp_path, ending):
+    "The second start makes what the first did not, and the table is that of an unbroken one."
+    arms, made = [("a", .25), ("a", 1.), ("b", .25)], []
+    def rows(name, cap):
+        if len(made) == 2 and made[-1] != "again": made.append("again"); raise KeyboardInterrupt
+        made.append((name, cap))
+        return pd.DataFrame({"name": [name]*2, "cap": cap, "value": [1/3, cap]})
+    path = tmp_path/f"t.{ending}"
+    with pytest.raises(KeyboardInterrupt): gathered(path, arms, ("name", "cap"), rows, progress=False)
+    assert made == [*arms[:2], "again"] and [p.name for p in tmp_path.iterdir()] == [path.name]
+    whole = gathered(path, arms, ("name", "cap"), rows, progress=False)
+    assert made == [*arms[:2], "again", arms[2]] and whole[["name", "cap"]].drop_duplicates().apply(tuple, axis=1).tolist() == arms
+    unbroken = gathered(tmp_path/f"u.{ending}", arms, ("name", "cap"), rows, progress=False)
+    assert whole.equals(unbroken) and np.isclose(whole.value[0], 1/3, rtol=1e-14) and (tmp_path/f"u.{ending}").read_bytes() == path.read_bytes()
+    assert gathered(path, arms, ("name", "cap"), lambda *a: 1/0, progress=False).equals(gathered(path, arms[:1], ("name", "cap"), lambda *a: 1/0, progress=False))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("arms", [[("042",), ("None",), ("nan",), ("",), ("1",), ("True",)], [(1/3,), (1234567.5,), (1e-9,)], [("a", 1), ("a", 2), ("a", 1)]])
+def test_an_arm_is_known_again_whatever_it_is(tmp_path, ending, arms):
+    keys, made = ["name", "n"][:len(arms[0])], []
+    def rows(*arm): made.append(arm); return dict(zip(keys, arm)) | {"value": None if len(made) == 2 else .1}
+    for _ in range(2): table = gathered(tmp_path/f"t.{ending}", iter(arms), keys, rows, progress=False)
+    assert made == list(dict.fromkeys(arms)) and list(table[keys].itertuples(index=False, name=None)) == made and table.value.isna().tolist() == [i == 1 for i in range(len(made))]
+
+
+def test_a_table_refuses_what_it_could_not_resume(tmp_path):
+    one = dict(progress=False)
+    for arms in ([("a",), (1,)], [("a", 1)], [(None,)], []):
+        with pytest.raises(InputError, match="one type a place"): gathered(tmp_path/"t.csv", arms, ("name",), dict, **one)
+    for made in ({"x": 1}, None, pd.DataFrame({"name": []})):
+        with pytest.raises(InputError, match="must hold it in name"): gathered(tmp_path/"t.csv", [("a",)], ("name",), lambda n: made, **one)
+    with pytest.raises(InputError, match="ends in .csv or .parquet"): gathered(tmp_path/"t.txt", [("a",)], ("name",), dict, **one)
+    with pytest.raises(InputError, match="must hold it in name"): gathered(tmp_path/"t.csv", [("a",)], ("name",), lambda n: {"name": "b"}, **one)
+    assert not list(tmp_path.iterdir())
+    (tmp_path/"t.csv").write_text("x\n1\n")
+    with pytest.raises(InputError, match="no column name"): gathered(tmp_path/"t.csv", [("a",)], ("name",), lambda n: {"name": n}, **one)
+    (tmp_path/"t.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="delete it"): gathered(tmp_path/"t.parquet", [("a",)], ("name",), lambda n: {"name": n}, **one)

@@ -7,7 +7,7 @@ import pytest
 from ega import selection
 from ega.core import InputError, normalize, streams
 from ega.metrics import lp_at_k
-from ega.runs import METHODS, fit, fit_adapter
+from ega.runs import METHODS, fit_adapter
 from ega.search import knn, loo_knn
 from ega.selection import MIN_CLASSES, best_of, candidate_of, decide, leave_classes_out, select
 
@@ -31,17 +31,28 @@ def test_each_class_is_left_out_once_and_its_rows_are_never_fitted_on():
         assert set(y[f.fit]).isdisjoint(y[f.unseen]) and set(y[f.queries]).isdisjoint(y[f.unseen]) and set(y[f.queries]) <= set(y[f.fit]) and set(f.fit).isdisjoint(f.queries)
 
 
-def test_the_table_is_that_of_a_loop_written_out(chosen):
+@pytest.mark.parametrize("alpha", [.25, 1.])
+def test_the_table_is_that_of_a_loop_written_out(chosen, alpha):
     x, y = world(0)
     folds = leave_classes_out(y, streams(0).split, folds=4)
     gains = {"seen": [], "unseen": []}
     for f in folds:
-        adapt = fit(candidate_of("wccn").config, x[f.fit], y[f.fit])[0]
-        g, q, u = (adapt(x[rows]) for rows in f)
+        whole = fit_adapter(candidate_of("wccn").config, x[f.fit], y[f.fit], device="cpu").as_matrix().detach().numpy()
+        A = (1 - alpha)*np.eye(len(whole)) + alpha*whole
+        g, q, u = (normalize(x[rows] @ A.T) for rows in f)
         gains["seen"] += list(lp_at_k(knn(q, g, 1), y[f.fit], y[f.queries]) - lp_at_k(knn(x[f.queries], x[f.fit], 1), y[f.fit], y[f.queries]))
         gains["unseen"] += list(lp_at_k(loo_knn(u, 1), y[f.unseen], y[f.unseen]) - lp_at_k(loo_knn(x[f.unseen], 1), y[f.unseen], y[f.unseen]))
-    row = chosen.table.query("method == 'wccn' and alpha == 1").iloc[0]
+    row = chosen.table.query("method == 'wccn' and alpha == @alpha").iloc[0]
     assert row.seen == pytest.approx(100*np.mean(gains["seen"]), abs=1e-6) and row.unseen == pytest.approx(100*np.mean(gains["unseen"]), abs=1e-6)
+
+
+def test_a_class_of_one_row_asks_nothing():
+    "Nobody could be found for it, before or after."
+    x, y = world(0)
+    more = normalize(np.random.default_rng(1).normal(size=(8, 12)))
+    found = [selection._ask_all(x_, y_, selection.Fold(np.flatnonzero(y_ < 8), np.flatnonzero(y_ < 8), np.flatnonzero(y_ >= 8)), [candidate_of("wccn")], (1.,), "cpu", lambda name: None)[0]["wccn", 1.]
+             for x_, y_ in ((x, y), (np.vstack([x, more]), np.r_[y, 20:28]))]
+    assert len(found[0][1]) == len(found[1][1]) == (y >= 8).sum()
 
 
 def test_help_for_all_classes_is_found_and_the_largest_gain_taken(chosen):
