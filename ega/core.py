@@ -6,11 +6,11 @@
 __all__ = ['STREAMS', 'Streams', 'UNREADABLE', 'UNFOLDED', 'Labelled', 'FIXTURES', 'InputError', 'require', 'message', 'as_count',
            'as_rows', 'normalize', 'check_unit', 'as_labels', 'encode_labels', 'class_rows', 'streams',
            'torch_generator', 'pick_device', 'usable_cores', 'peak_mb', 'locked', 'atomic_path', 'file_hash',
-           'fingerprint', 'brief', 'check_unfolded', 'read_json', 'read_csv', 'open_npy', 'read_npz', 'on_circle',
-           'simplex']
+           'fingerprint', 'uninterrupted', 'brief', 'check_unfolded', 'read_json', 'read_csv', 'open_npy', 'read_npz',
+           'on_circle', 'simplex']
 
 # %% ../nbs/00_core.ipynb #8be2c454
-import csv, hashlib, importlib, json, math, os, struct, tempfile, tokenize, zipfile, zlib
+import csv, hashlib, importlib, json, math, os, signal, struct, tempfile, threading, tokenize, zipfile, zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,6 +253,18 @@ def fingerprint(
         a = np.ascontiguousarray(a)
         digest.update(f"{a.dtype.str}{a.shape}".encode()); digest.update(a.data if a.size else b"")
     return digest.hexdigest()
+
+# %% ../nbs/00_core.ipynb #uninterrupted
+@contextmanager
+def uninterrupted():   # gives a function to be called where no lock is held: it takes an interruption that came
+    "Ctrl-C waits for that function or the end of the block; in other threads it does not come, and nothing changes."
+    before, came = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(before): yield lambda: None; return
+    def take():
+        if came: before(*came.pop())
+    signal.signal(signal.SIGINT, lambda *where: came.append(where))
+    try: yield take
+    finally: signal.signal(signal.SIGINT, before); take()
 
 # %% ../nbs/00_core.ipynb #brief
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError, SyntaxError, MemoryError,

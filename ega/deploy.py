@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter
-from .core import UNREADABLE, InputError, as_count, brief, locked, pick_device, read_json, require, usable_cores
+from .core import UNREADABLE, InputError, as_count, brief, locked, pick_device, read_json, require, uninterrupted, usable_cores
 from .data import dequantize, open_parquet, quantize
 from .rows import npy_rows, rows_in, tables, unit_blocks
 
@@ -67,12 +67,14 @@ def _noted(
 def _pump(
     blocks,   # iterator of inputs
     begin,    # function of an input: hands it to the workers -> iterator of outputs to come
-    finish    # function of such an iterator: waits for the outputs and writes them
+    finish,   # function of such an iterator: waits for the outputs and writes them
+    take      # function called where an interruption may be taken
 ):
     "Read ahead, compute, write behind: at any time one block is read, one computed, one waited for and written."
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
         coming, written = reader.submit(next, blocks, None), None
         while (block := coming.result()) is not None:
+            take()
             coming = reader.submit(next, blocks, None)
             begun = begin(block)
             if written: written.result()
@@ -128,7 +130,7 @@ def _fill(
     device = pick_device(how.device)
     threads = 1 if device.type == "cuda" else how.threads or usable_cores()
     size = how.batch*max(threads, BLOCK//(4*d*how.batch))               # rows in a block: whole batches, from row 0 on
-    with open(part, "r+b") as f, _workers(threads) as pool:
+    with uninterrupted() as take, open(part, "r+b") as f, _workers(threads) as pool:
         head = _header(rows.n, d, dtype)
         if part.stat().st_size < (noted := len(head) + done*d*dtype.itemsize) and done: raise InputError(f"{part} is shorter than its journal says; delete it and {journal.name} to start afresh")
         f.write(head); f.truncate(noted); f.seek(noted)
@@ -141,7 +143,7 @@ def _fill(
             f.flush(); os.fsync(f.fileno())
             done += n
             _note(journal, owner, done); tick(n)
-        _pump(unit_blocks(rows, done, size, how.normalize), begin, finish)
+        _pump(unit_blocks(rows, done, size, how.normalize), begin, finish, take)
 
 # %% ../nbs/15_deploy.ipynb #hashes
 def _hashes(

@@ -11,12 +11,12 @@ __all__ = ['PRECISIONS', 'LIBRARIES', 'Card', 'ENCODERS', 'Unreadable', 'Shard',
 import hashlib, io, json, os, re, shutil
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from .core import InputError, atomic_path, brief, file_hash, pick_device, read_json, read_npz, require
+from .core import InputError, atomic_path, brief, file_hash, pick_device, read_json, read_npz, require, uninterrupted
 from .data import EmbeddingSet, pack_path, write_pack
 from .datasets import mend_torchvision, open_source
 
@@ -301,14 +301,16 @@ def _prepare(source, encoder, i):
 
 def _by_threads(source, encoder, parts, workers, ahead=2):
     "Prepared inputs batch by batch, decoded in threads a few batches ahead."
-    waiting = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for part in parts:
-                waiting.append([pool.submit(_prepare, source, encoder, i) for i in part])
-                if len(waiting) > ahead: yield [f.result() for f in waiting.popleft()]
-            while waiting: yield [f.result() for f in waiting.popleft()]
-        finally: pool.shutdown(cancel_futures=True)           # an interruption does not wait for what nobody will take
+    waiting, pool = deque(), ThreadPoolExecutor(workers)
+    def first():
+        with uninterrupted(): return [f.result() for f in waiting.popleft()]
+    try:
+        for part in parts:
+            with uninterrupted(): waiting.append([pool.submit(_prepare, source, encoder, i) for i in part])
+            if len(waiting) > ahead: yield first()
+        while waiting: yield first()
+    finally:
+        with uninterrupted(): pool.shutdown(cancel_futures=True)      # an interruption does not wait for what nobody will take
 
 # %% ../nbs/10_encoders.ipynb #inputs
 class _Inputs:
@@ -390,8 +392,8 @@ def _shards(source, encoder, folder, shard_rows, batch, workers, processes, prog
     parts = {s: [list(range(b, min(b + batch, s + shard_rows, n))) for b in range(s, min(s + shard_rows, n), batch)] for s in paths if found[s] is None}
     todo = [part for shard in parts.values() for part in shard]
     done = n - sum(map(len, todo))                            # known to the bar, not part of its rate
-    prepared = iter(()) if not todo else _by_processes(source, encoder, todo, processes) if processes else _by_threads(source, encoder, todo, workers)
-    with tqdm(total=n, initial=done, unit="row", desc=f"{source.name} {encoder.name}", disable=not progress) as bar:
+    prepared = _by_processes(source, encoder, todo, processes) if processes and todo else _by_threads(source, encoder, todo, workers)
+    with closing(prepared), tqdm(total=n, initial=done, unit="row", desc=f"{source.name} {encoder.name}", disable=not progress) as bar:
         for s, path in paths.items():
             if found[s] is None:
                 found[s] = _encode_shard(encoder, zip(parts[s], prepared), bar.update)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 import ega
-from .core import InputError, atomic_path, brief, locked, read_csv, usable_cores
+from .core import InputError, atomic_path, brief, locked, read_csv, uninterrupted, usable_cores
 from .data import open_parquet
 from .protocols import EMBEDDED
 from .runs import ABLATIONS, MAIN, METHODS, RIVALS, config_of, execute, one_thread
@@ -200,23 +200,25 @@ def run_grid(
     progress=True    # a bar with the remaining time
 ):                   # number of runs that were done now
     "Run what is not in the store yet, in parallel; safe to kill and start again."
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from multiprocessing import get_context
     from tqdm import tqdm
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if not todo: return 0
     pool = ProcessPoolExecutor(min(workers or min(usable_cores(), 8), len(todo)), get_context("spawn"), _worker, (os.getpid(),))
-    try:
-        waiting = {pool.submit(_work, c, store, packs): c for c in todo}
-        with tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True) as bar:
-            for future in as_completed(waiting):
-                future.result()
-                bar.set_postfix_str(f"{waiting[future].benchmark} {waiting[future].method}"); bar.update()
-    except BaseException:
-        for p in list(pool._processes.values()): p.kill()          # finished runs are on disk; the rest goes on from checkpoints
-        raise
-    finally: pool.shutdown(cancel_futures=True)
+    with uninterrupted() as take, tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True) as bar:
+        try:
+            waiting = {pool.submit(_work, c, store, packs): c for c in todo}
+            while waiting:
+                for future in wait(waiting, .5, FIRST_COMPLETED).done:       # seconds until an interruption is taken
+                    future.result(); c = waiting.pop(future)
+                    bar.set_postfix_str(f"{c.benchmark} {c.method}"); bar.update()
+                take()
+        except BaseException:
+            for p in list(pool._processes.values()): p.kill()      # finished runs are on disk; the rest goes on from checkpoints
+            raise
+        finally: pool.shutdown(cancel_futures=True)
     return len(todo)
 
 # %% ../nbs/12_grids.ipynb #worker

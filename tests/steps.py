@@ -1,9 +1,10 @@
-"""`make quick`, `make test`, `make check`: the checks of the repository, one after the other, each with its time; all run even if one fails."""
+"""`make quick`, `make test`, `make check`: the checks of the repository, one after the other, each with its time; all run even if one fails or hangs."""
 import os, shutil, subprocess, sys, time
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 bin_ = Path(sys.executable).parent
+LIMIT = 2400      # seconds until a step counts as hung; the longest takes 800 on two quiet cores
 form = ["tests/test_layers.py", "tests/test_notebooks.py", "tests/test_tree.py"]
 
 QUICK = {
@@ -35,9 +36,10 @@ def run(steps):
     for i, (name, command) in enumerate(steps.items(), 1):
         print(f"[{i}/{len(steps)}] {name}", flush=True)
         t = time.perf_counter()
-        code = subprocess.run([shutil.which(command[0], path=environment()["PATH"]), *command[1:]], cwd=root, env=environment()).returncode
-        if code: failed.append(name)
-        print(f"      {'FAILED' if code else 'ok'}, {time.perf_counter() - t:.1f} s\n", flush=True)
+        try: result = "FAILED" if subprocess.run([shutil.which(command[0], path=environment()["PATH"]), *command[1:]], cwd=root, env=environment(), timeout=LIMIT).returncode else "ok"
+        except subprocess.TimeoutExpired: result = "HUNG"
+        if result != "ok": failed.append(name)
+        print(f"      {result}, {time.perf_counter() - t:.1f} s\n", flush=True)
     print(f"{len(steps) - len(failed)} of {len(steps)} steps passed in {time.perf_counter() - start:.0f} s")
     for name in failed: print(f"  failed: {name}")
     return failed

@@ -116,7 +116,7 @@ def test_transform_adapts_a_file_and_goes_on_after_ctrl_c(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not (journal.exists() and json.loads(journal.read_text())["rows"]): time.sleep(.01)
     process.send_signal(signal.SIGINT)
-    assert "same command again" in process.communicate()[1] and process.returncode == 130 and not (tmp_path/"z.npy").exists()
+    assert "same command again" in process.communicate(timeout=60)[1] and process.returncode == 130 and not (tmp_path/"z.npy").exists()
     done = run(*args, "--json", cwd=tmp_path)
     about = json.loads(done.stdout)
     assert done.returncode == 0 and about["rows"] == 200_000 and 0 < about["resumed_rows"] < 200_000 and about["path"] == "z.npy"

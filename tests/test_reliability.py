@@ -1,11 +1,15 @@
 "Kills between any two steps on the disk, several processes in one folder, full and closed disks, one and two threads, and the ends of what can be asked for."
+import concurrent.futures.thread
+import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -137,6 +141,53 @@ def test_a_kill_before_any_step_on_the_disk_is_survived(tmp_path, count, pytestc
     proved(folder)
     assert kills > 3
     count(f"kills survived: {name}", kills)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------
+
+WATCHED = tuple(os.path.dirname(m.__file__) for m in (concurrent.futures, deploy)) + (threading.__file__, contextlib.__file__)
+
+def interrupted_at(work, point, folder):
+    "Do the work in a forked child, with ctrl-c after so many lines and returns of thread pools, locks and this library; how it ended (130: interrupted), and how many there were."
+    if not (pid := os.fork()):
+        events = 0
+        def step(frame, event, arg):
+            nonlocal events
+            if event in ("line", "return"):
+                events += 1
+                if events == point: signal.raise_signal(signal.SIGINT)
+            return step
+        try:
+            torch.set_num_threads(1); signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.settrace(lambda frame, event, arg: step if frame.f_code.co_filename.startswith(WATCHED) else None)
+            try: work()
+            finally: sys.settrace(None); (folder/"events").write_text(str(events))
+            os._exit(0)
+        except KeyboardInterrupt: os._exit(130)
+        except BaseException: (folder/"told").write_text(traceback.format_exc()); os._exit(1)
+    end = time.monotonic() + 60
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end: time.sleep(.002)
+    if not ended[0]: os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0); pytest.fail(f"interrupted after {point} lines it waits for ever")
+    assert (code := os.waitstatus_to_exitcode(ended[1])) in (0, 130), (folder/"told").read_text()
+    return code, int((folder/"events").read_text())
+
+
+@needs_fork
+@pytest.mark.parametrize("name", ["embed", "transform"])
+def test_ctrl_c_between_any_two_lines_ends_the_work(tmp_path, count, pytestconfig, name):
+    "An interruption may find a lock of a thread pool taken: the process must end all the same, and the next one come to the result of an unbroken run."
+    work, landed = WORK[name], 0
+    (whole := tmp_path/"whole").mkdir()
+    expected = work(whole)
+    (free := tmp_path/"free").mkdir()
+    _, events = interrupted_at(lambda: work(free), 0, tmp_path)
+    for i, point in enumerate(np.linspace(1, events, 2000 if pytestconfig.getoption("--slow") else 120).astype(int)):
+        (folder := tmp_path/str(i)).mkdir()
+        landed += interrupted_at(lambda: work(folder), point, tmp_path)[0] == 130
+        assert work(folder) == expected
+        shutil.rmtree(folder)
+    assert landed > .9*i                                                # nearly none came after the end, or to nothing
+    count(f"interruptions ended: {name}", i + 1)
 
 
 # -- several processes ---------------------------------------------------------------------------------------

@@ -168,6 +168,25 @@ def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
     assert store.read()[["run_id", "query_set", "lp1", "ar1"]].equals(whole.read()[["run_id", "query_set", "lp1", "ar1"]])
 
 
+STRIKE = textwrap.dedent("""
+    import concurrent.futures, signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)                # a shell's background jobs ignore ctrl-c
+    wait = concurrent.futures.wait
+    def struck(runs, *how):
+        lock = next(iter(runs))._condition
+        lock.acquire(); signal.raise_signal(signal.SIGINT); lock.release()
+        return wait(runs, *how)
+    concurrent.futures.wait = struck
+""")
+
+def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
+    "The lock of a run that the pool wants to set free would be left locked, and the pool would wait for ever."
+    script = tmp_path/"grid.py"
+    script.write_text(STRIKE + GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)))
+    done = subprocess.run([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
+
+
 def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
     script = tmp_path/"grid.py"
     script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)).replace("epochs=40", "epochs=4000"))
