@@ -250,16 +250,20 @@ def gathered(
     if not arms or len(kinds) != len(keys) or not all(len(k) == 1 and k <= {str, int, float} for k in kinds): raise InputError(f"arms must be tuples of {len(keys)} texts or numbers, of one type a place, got {str(arms[:3])[:80]}")
     kinds = {k: kind for k, (kind,) in zip(keys, kinds)}
     one_thread()
-    table = _gathered_before(path, kinds)
-    have = set(table[keys].itertuples(index=False, name=None))
+    def held(): table = _gathered_before(path, kinds); return table, set(table[keys].itertuples(index=False, name=None))
+    have = held()[1]
     todo = [a for a in arms if a not in have]
+    path.parent.mkdir(parents=True, exist_ok=True)
     for arm in tqdm(todo, desc=path.stem, unit="arm", disable=not (progress and todo), dynamic_ncols=True):
         made = make(*arm)
         made = pd.DataFrame([made]) if isinstance(made, dict) else made
         if not isinstance(made, pd.DataFrame) or set(keys) - set(made) or set(made[keys].itertuples(index=False, name=None)) != {arm}: raise InputError(f"the rows of {arm} must hold it in {', '.join(keys)}, got {str(made)[:80]}; they would be made again at every start")
-        table = pd.concat([table, made], ignore_index=True) if len(table) else made
-        exact = {k: table[k].map(repr) for k, kind in kinds.items() if kind is float}
-        with atomic_path(path) as t: table.assign(**exact).to_csv(t, index=False, float_format="%.15g") if path.suffix == ".csv" else table.to_parquet(t, compression="zstd", index=False)
+        with locked(path.parent, wait=True):
+            table, others = held()
+            if arm in others: continue                                      # another process gathers here, too, and was first
+            table = pd.concat([table, made], ignore_index=True) if len(table) else made
+            exact = {k: table[k].map(repr) for k, kind in kinds.items() if kind is float}
+            with atomic_path(path) as t: table.assign(**exact).to_csv(t, index=False, float_format="%.15g") if path.suffix == ".csv" else table.to_parquet(t, compression="zstd", index=False)
     return _gathered_before(path, kinds)
 
 def _gathered_before(path, kinds):

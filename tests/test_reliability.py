@@ -264,6 +264,18 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
 
 
 @needs_fork
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_processes_gather_one_table(tmp_path, count, ending):
+    "In three orders, some arms three times; each stands there once, with all its rows."
+    arms = [(f"a{i}", i/7) for i in range(24)]
+    def gather(order): return lambda: grids.gathered(tmp_path/f"t.{ending}", order, ("name", "x"), lambda name, x: pd.DataFrame({"name": name, "x": x, "row": range(3)}), progress=False)
+    forked(*map(gather, (arms, arms[::-1], arms[12:] + arms[:12])))
+    table = gather(arms)()
+    assert sorted(table.itertuples(index=False, name=None)) == sorted((*arm, row) for arm in arms for row in range(3))
+    count(f"processes with one table .{ending}", 3)
+
+
+@needs_fork
 def test_two_of_the_same_transform_are_one(tmp_path, count):
     "The second is told that the first is at work, or finds its result; never a mixture."
     np.save(tmp_path/"x.npy", rows(4000))
