@@ -266,11 +266,12 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
 @needs_fork
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_processes_gather_one_table(tmp_path, count, ending):
-    "In three orders, some arms three times; each stands there once, with all its rows."
+    "Each some arms of its own and some of the others'; none is lost, and each stands there once, with all its rows."
     arms = [(f"a{i}", i/7) for i in range(24)]
-    def gather(order): return lambda: grids.gathered(tmp_path/f"t.{ending}", order, ("name", "x"), lambda name, x: pd.DataFrame({"name": name, "x": x, "row": range(3)}), progress=False)
-    forked(*map(gather, (arms, arms[::-1], arms[12:] + arms[:12])))
-    table = gather(arms)()
+    def rows_of(name, x): time.sleep(.002); return pd.DataFrame({"name": name, "x": x, "row": range(3)})
+    def gather(some): return lambda: grids.gathered(tmp_path/f"t.{ending}", some, ("name", "x"), rows_of, progress=False)
+    forked(*map(gather, (arms[:16], arms[8:], arms[::-2])))
+    table = grids.gathered(tmp_path/f"t.{ending}", arms, ("name", "x"), lambda *arm: 1/0, progress=False)
     assert sorted(table.itertuples(index=False, name=None)) == sorted((*arm, row) for arm in arms for row in range(3))
     count(f"processes with one table .{ending}", 3)
 
