@@ -17,7 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device
+from .core import InputError, as_count, as_rows, check_unit, pick_device
+from .files import UNREADABLE, atomic_path, brief, fingerprint
 
 # %% ../nbs/02_adapters.ipynb #touched
 def _touched(

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from .core import InputError, as_count, atomic_path, require, usable_cores
+from .core import InputError, as_count, require, usable_cores
+from .files import atomic_path
 from .harness import Group, Host, Job, race
 
 # %% ../nbs/19_bench.ipynb #clusters

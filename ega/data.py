@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
-from .core import UNREADABLE, InputError, as_labels, as_rows, atomic_path, brief, check_unfolded, check_unit, class_rows, fingerprint, read_json
+from .core import InputError, as_labels, as_rows, check_unit, class_rows
+from .files import UNREADABLE, atomic_path, brief, check_unfolded, fingerprint, read_json
 
 # %% ../nbs/01_data.ipynb #embeddingset
 @dataclass(frozen=True, eq=False)

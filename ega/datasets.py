@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from .core import UNREADABLE, InputError, as_labels, class_rows, encode_labels, file_hash, read_csv, read_json, read_npz, require
+from .core import InputError, as_labels, class_rows, encode_labels, require
 from .data import ClassSplit
+from .files import UNREADABLE, file_hash, read_csv, read_json, read_npz
 
 # %% ../nbs/10_datasets.ipynb #source
 @dataclass(frozen=True, eq=False)

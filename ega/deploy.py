@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, load_adapter
-from .core import UNREADABLE, InputError, as_count, brief, locked, pick_device, read_json, require, uninterrupted, usable_cores
+from .core import InputError, as_count, pick_device, require, uninterrupted, usable_cores
 from .data import dequantize, open_parquet, quantize
+from .files import UNREADABLE, brief, locked, read_json
 from .rows import npy_rows, rows_in, tables, unit_blocks
 
 # %% ../nbs/15_deploy.ipynb #beside

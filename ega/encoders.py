@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from .core import InputError, atomic_path, brief, file_hash, pick_device, read_json, read_npz, require, uninterrupted
+from .core import InputError, pick_device, require, uninterrupted
 from .data import EmbeddingSet, pack_path, write_pack
 from .datasets import mend_torchvision, open_source
+from .files import atomic_path, brief, file_hash, read_json, read_npz
 
 # %% ../nbs/10_encoders.ipynb #preprocess
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from sklearn.utils.validation import check_is_fitted
 
 import ega
 from .adapters import Linear, adapter_fingerprint, l2, load_adapter, save_adapter, scaled, transform
-from .core import UNREADABLE, InputError, as_labels, atomic_path, brief, encode_labels, fingerprint, normalize, open_npy, read_csv, read_json, read_npz, require
+from .core import InputError, as_labels, encode_labels, normalize, require
 from .data import read_pack
+from .files import UNREADABLE, atomic_path, brief, fingerprint, open_npy, read_csv, read_json, read_npz
 from .metrics import bootstrap, loo_lp
 from .rows import rows_in
 from .runs import fit_adapter

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 import ega
-from .core import InputError, atomic_path, brief, locked, read_csv, uninterrupted, usable_cores
+from .core import InputError, uninterrupted, usable_cores
 from .data import open_parquet
+from .files import atomic_path, brief, locked, read_csv
 from .protocols import EMBEDDED
 from .runs import ABLATIONS, MAIN, METHODS, RIVALS, config_of, execute, one_thread
 
@@ -233,6 +234,27 @@ def _worker(parent):
 
 def _work(config, store, packs): store.add(execute(config, packs, checkpoint=store.parts/f"{config.run_id}.safetensors", device="cpu"))
 
+# %% ../nbs/12_grids.ipynb #gathered-table
+def _arms_of(table, kinds): return set(table[list(kinds)].itertuples(index=False, name=None))
+
+def _gathered_before(path, kinds):
+    "What an earlier call left, the columns of an arm in their types. Not every pandas reads a float back exactly, but fifteen digits."
+    if not path.exists(): return pd.DataFrame(columns=list(kinds))
+    try:
+        if path.suffix == ".csv":
+            missing = {c: [""] for c in pd.read_csv(path, nrows=0) if c not in kinds}                # "None" may be a name
+            table = pd.read_csv(path, dtype=dict.fromkeys(kinds, str), keep_default_na=False, na_values=missing)
+            table = table.assign(**{k: table[k].map(kind) for k, kind in kinds.items() if kind is not str})
+        else: table = pd.read_parquet(path)
+        if lacking := [k for k in kinds if k not in table]: raise KeyError(f"no column {lacking[0]}")
+        return table
+    except Exception as error: raise InputError(f"{path} is no readable table with columns {', '.join(kinds)} ({brief(error)}); delete it to make it again") from error      # pandas and pyarrow raise a dozen kinds
+
+def _write_table(table, path, kinds):
+    "Floats of an arm exactly, others with fifteen digits."
+    exact = {k: table[k].map(repr) for k, kind in kinds.items() if kind is float}
+    with atomic_path(path) as t: table.assign(**exact).to_csv(t, index=False, float_format="%.15g") if path.suffix == ".csv" else table.to_parquet(t, compression="zstd", index=False)
+
 # %% ../nbs/12_grids.ipynb #gathered
 def gathered(
     path,    # .csv or .parquet file of the table
@@ -250,31 +272,14 @@ def gathered(
     if not arms or len(kinds) != len(keys) or not all(len(k) == 1 and k <= {str, int, float} for k in kinds): raise InputError(f"arms must be tuples of {len(keys)} texts or numbers, of one type a place, got {str(arms[:3])[:80]}")
     kinds = {k: kind for k, (kind,) in zip(keys, kinds)}
     one_thread()
-    def held(): table = _gathered_before(path, kinds); return table, set(table[keys].itertuples(index=False, name=None))
-    have = held()[1]
+    have = _arms_of(_gathered_before(path, kinds), kinds)
     todo = [a for a in arms if a not in have]
     path.parent.mkdir(parents=True, exist_ok=True)
     for arm in tqdm(todo, desc=path.stem, unit="arm", disable=not (progress and todo), dynamic_ncols=True):
         made = make(*arm)
         made = pd.DataFrame([made]) if isinstance(made, dict) else made
-        if not isinstance(made, pd.DataFrame) or set(keys) - set(made) or set(made[keys].itertuples(index=False, name=None)) != {arm}: raise InputError(f"the rows of {arm} must hold it in {', '.join(keys)}, got {str(made)[:80]}; they would be made again at every start")
+        if not isinstance(made, pd.DataFrame) or set(keys) - set(made) or _arms_of(made, kinds) != {arm}: raise InputError(f"the rows of {arm} must hold it in {', '.join(keys)}, got {str(made)[:80]}; they would be made again at every start")
         with locked(path.parent, wait=True):
-            table, others = held()
-            if arm in others: continue                                      # another process gathers here, too, and was first
-            table = pd.concat([table, made], ignore_index=True) if len(table) else made
-            exact = {k: table[k].map(repr) for k, kind in kinds.items() if kind is float}
-            with atomic_path(path) as t: table.assign(**exact).to_csv(t, index=False, float_format="%.15g") if path.suffix == ".csv" else table.to_parquet(t, compression="zstd", index=False)
+            table = _gathered_before(path, kinds)
+            if arm not in _arms_of(table, kinds): _write_table(pd.concat([table, made], ignore_index=True) if len(table) else made, path, kinds)      # another process may have been first
     return _gathered_before(path, kinds)
-
-def _gathered_before(path, kinds):
-    "What an earlier call left, the columns of an arm in their types. Not every pandas reads a float back exactly, but fifteen digits."
-    if not path.exists(): return pd.DataFrame(columns=list(kinds))
-    try:
-        if path.suffix == ".csv":
-            missing = {c: [""] for c in pd.read_csv(path, nrows=0) if c not in kinds}                # "None" may be a name
-            table = pd.read_csv(path, dtype=dict.fromkeys(kinds, str), keep_default_na=False, na_values=missing)
-            table = table.assign(**{k: table[k].map(kind) for k, kind in kinds.items() if kind is not str})
-        else: table = pd.read_parquet(path)
-        if lacking := [k for k in kinds if k not in table]: raise KeyError(f"no column {lacking[0]}")
-        return table
-    except Exception as error: raise InputError(f"{path} is no readable table with columns {', '.join(kinds)} ({brief(error)}); delete it to make it again") from error      # pandas and pyarrow raise a dozen kinds

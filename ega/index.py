@@ -19,8 +19,9 @@ import torch
 
 from .adapters import Linear, adapter_fingerprint, l2, load_adapter, save_adapter, sizes_of, transform
 from .closed_form import LinearMap
-from .core import UNREADABLE, InputError, as_count, as_rows, atomic_path, brief, check_unit, file_hash, fingerprint, normalize, read_json
+from .core import InputError, as_count, as_rows, check_unit, normalize
 from .deploy import stamp, transform_file
+from .files import UNREADABLE, atomic_path, brief, file_hash, fingerprint, read_json
 from .rows import rows_in
 from .search import Neighbours, knn, load_faiss
 

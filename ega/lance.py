@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import InputError, as_count, as_rows, brief, require
+from .core import InputError, as_count, as_rows, require
+from .files import brief
 from .index import as_map
 from .search import Neighbours
 

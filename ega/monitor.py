@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import InputError, as_rows, atomic_path, check_unit, read_json, read_npz
+from .core import InputError, as_rows, check_unit
+from .files import atomic_path, read_json, read_npz
 from .index import as_map, load_map, save_map
 from .metrics import displacement
 from .search import knn

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from .core import InputError, read_csv
+from .core import InputError
 from .data import pack_path
+from .files import read_csv
 from .grids import run_grid
 from .metrics import bootstrap, bootstrap_worst
 from .protocols import EXPERIMENTS, PACKS, PAPER_BENCHMARKS, PROTOCOLS, benchmark_of, expected_counts, rows_of, shown_counts, split_of

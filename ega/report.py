@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .core import InputError, as_labels, as_rows, atomic_path, check_unit, require, streams
+from .core import InputError, as_labels, as_rows, check_unit, require, streams
+from .files import atomic_path
 from .metrics import ar_at_k, bootstrap, displacement, lp_at_k
 from .search import ivf_sweep, knn, loo_knn
 
@@ -340,8 +341,8 @@ def report(
     "Compare the rows before and after an estimator and write the page."
     from sklearn.utils.validation import check_is_fitted
     from ega.adapters import transform
-    from ega.core import fingerprint
     from ega.estimator import labels_of, unit_rows
+    from ega.files import fingerprint
     check_is_fitted(estimator)
     x, (labels, classes) = unit_rows(X, estimator.n_features_in_), labels_of(y, len(X))
     fitted = np.flatnonzero(labels >= 0) if fingerprint(x, labels) == estimator.data_fingerprint_ else None

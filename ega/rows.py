@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .core import UNREADABLE, InputError, brief, normalize, open_npy
+from .core import InputError, normalize
 from .data import KEYS, dequantize, open_parquet
+from .files import UNREADABLE, brief, open_npy
 
 # %% ../nbs/01_rows.ipynb #npy
 Rows = namedtuple("Rows", "path n blocks column pack")     # column, pack: of Parquet; pack is its description

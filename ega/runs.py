@@ -22,9 +22,10 @@ import torch
 import ega
 from . import losses
 from .adapters import EGA, Ablation, EGABlock, Linear, LoRA, folded, interpolate, transform
-from .core import UNREADABLE, InputError, brief, pick_device, streams, torch_generator
+from .core import InputError, pick_device, streams, torch_generator
 from .closed_form import LDA, PCA, WCCN, GuardedWCCN, Probe
 from .data import row_split
+from .files import UNREADABLE, brief
 from .metrics import ar_at_k, cosine_spread, displacement, lp_at_k, pair_distances, separation
 from .protocols import PROTOCOLS, benchmark_of, outcomes, rows_of, split_of
 from .search import Neighbours, ivf_sweep, knn, loo_knn

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .core import UNREADABLE, InputError, as_count, as_labels, as_rows, atomic_path, brief, check_unit, fingerprint, pick_device, torch_generator
+from .core import InputError, as_count, as_labels, as_rows, check_unit, pick_device, torch_generator
+from .files import UNREADABLE, atomic_path, brief, fingerprint
 from .losses import preserve, triplet_terms
 from .sparsity import class_index, in_batch_numbers, place_in_batch, place_whole_set, whole_set_numbers
 

@@ -37,7 +37,7 @@ def compile_report(
 ):        # path of the PDF
     "Typeset the report with typst's own fonts."
     import typst
-    from ega.core import atomic_path
+    from ega.files import atomic_path
     with atomic_path(out/"report.pdf") as t: t.write_bytes(typst.compile(str(out/"report.typ"), ignore_system_fonts=True))
     return out/"report.pdf"
 

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 import ega.cli
 from ega import data, datasets, deploy, encoders, estimator, grids, index, monitor, published, runs, training
 from ega.adapters import Linear, LoRA, load_adapter, save_adapter
-from ega.core import InputError, fingerprint, normalize, read_json
+from ega.core import InputError, normalize
+from ega.files import fingerprint, read_json
 
 SECONDS, MEGABYTES, ROOM = 10, 400, 6*2**30      # of one file: wall time, growth of the resident memory, address space beyond the start
 N, D = 60, 6

@@ -7,7 +7,7 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 env, uv = root/"build/minimum", Path(sys.executable).parent/"uv"
 python = env/"bin/python"
-PARTS = ["core", "data", "datasets", "adapters", "losses", "sparsity", "training", "theory", "search", "metrics", "closed_form", "comparison", "runs", "selection", "estimator", "deploy", "index", "monitor"]
+PARTS = ["core", "files", "data", "datasets", "adapters", "losses", "sparsity", "training", "theory", "search", "metrics", "closed_form", "comparison", "runs", "selection", "estimator", "deploy", "index", "monitor"]
 NEEDED = ["--editable", ".[cpu]", "pillow>=10", "pytest>=8", "hypothesis>=6"]
 VERSIONS = "import importlib.metadata as m, platform; print('Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('numpy', 'torch', 'pandas', 'pyarrow', 'scipy', 'scikit-learn', 'safetensors', 'faiss-cpu')), sep='  ')"
 

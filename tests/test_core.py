@@ -1,7 +1,6 @@
-"The door of the library under every kind of array, good and bad; streams; files; hashes."
-import os
-import subprocess
-import sys
+"The door of the library under every kind of array, good and bad; streams; interruptions."
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -9,8 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega.core import (FIXTURES, InputError, STREAMS, as_labels, as_rows, atomic_path, check_unit, class_rows, encode_labels, fingerprint, normalize, on_circle, pick_device, require,
-                      simplex, streams, torch_generator)
+from ega.core import (FIXTURES, InputError, STREAMS, as_labels, as_rows, check_unit, class_rows, encode_labels, normalize, on_circle, pick_device, require, simplex, streams,
+                      torch_generator, uninterrupted)
 
 REAL = st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)
 
@@ -110,29 +109,46 @@ def test_devices():
         with pytest.raises(InputError, match="no CUDA"): pick_device("cuda")
 
 
-def test_a_file_is_whole_or_not_there(tmp_path):
-    path = tmp_path/"new"/"a.bin"
-    with pytest.raises(ZeroDivisionError):
-        with atomic_path(path) as t: t.write_bytes(b"half"); 1/0
-    assert not path.exists() and not any(path.parent.iterdir())
-    with atomic_path(path) as t: t.write_bytes(b"whole"); assert not path.exists()
-    assert path.read_bytes() == b"whole" and [p.name for p in path.parent.iterdir()] == ["a.bin"]
-    umask = os.umask(0); os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+@pytest.fixture
+def heard():
+    "What an earlier handler of ctrl-c is told, which is there again afterwards."
+    told = []
+    def handler(*args): told.append(args[0])
+    before = signal.signal(signal.SIGINT, handler)
+    yield told
+    assert signal.getsignal(signal.SIGINT) is handler
+    signal.signal(signal.SIGINT, before)
 
 
-def test_a_kill_leaves_the_old_file(tmp_path):
-    path = tmp_path/"a.txt"
-    path.write_text("old")
-    code = f"import os\nfrom ega.core import atomic_path\nwith atomic_path({str(path)!r}) as t:\n t.write_text('half'); os.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert done.returncode == -9 and path.read_text() == "old"
+def test_an_interruption_waits_for_a_step_or_the_end(heard):
+    with uninterrupted() as take:
+        take(); assert not heard
+        signal.raise_signal(signal.SIGINT); assert not heard
+        take(); take(); assert heard == [signal.SIGINT]
+        with uninterrupted() as inner: signal.raise_signal(signal.SIGINT); inner(); assert len(heard) == 1      # the outer one decides
+        assert len(heard) == 1
+    assert len(heard) == 2
+    with pytest.raises(ZeroDivisionError), uninterrupted(): signal.raise_signal(signal.SIGINT); 1/0
+    assert len(heard) == 3
 
 
-def test_fingerprint_sees_values_shape_type_and_order_but_not_layout():
-    a = np.arange(6.).reshape(2, 3)
-    assert len({fingerprint(v) for v in (a, a.T, a.ravel(), a.astype(np.float32), a + 1)}) == 5
-    assert fingerprint(np.asfortranarray(a)) == fingerprint(a) and fingerprint(a, a[:1]) != fingerprint(a[:1], a) and fingerprint(np.empty(0))
+def test_an_interruption_is_not_lost_with_an_error():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised, uninterrupted(): signal.raise_signal(signal.SIGINT); 1/0
+        assert isinstance(raised.value.__context__, ZeroDivisionError)
+    finally: signal.signal(signal.SIGINT, before)
+
+
+def test_where_interruptions_do_not_come_nothing_is_changed(heard):
+    def work():
+        with uninterrupted() as take: take(); seen.append(signal.getsignal(signal.SIGINT))
+    seen = []
+    other = threading.Thread(target=work); other.start(); other.join()
+    mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try: work()
+    finally: signal.signal(signal.SIGINT, mine)
+    assert seen == [mine, signal.SIG_IGN]
 
 
 def test_a_missing_package_names_its_extra_and_a_broken_one_speaks_for_itself(tmp_path, monkeypatch):

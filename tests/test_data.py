@@ -91,8 +91,8 @@ def test_both_encodings_of_the_file_read_alike(tmp_path):
 
 def test_a_foreign_pack_with_other_scales_still_gives_unit_rows(pack, tmp_path):
     "The format promises x = code * scale, then unit rows: a writer may scale by the largest entry."
-    from ega.core import fingerprint
     from ega.data import _rest_hash
+    from ega.files import fingerprint
     es, table = read_pack(pack), pq.read_table(pack)
     scale = table["scale"].to_numpy()*np.float32(7)
     code = table["code"].combine_chunks().flatten().to_numpy().reshape(len(es), -1)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, attempt, bomb, onnx_file, png, rows, unfolding
 
-from ega import cli, core, data, datasets, encoders, estimator
+from ega import cli, data, datasets, encoders, estimator
 from ega.adapters import Linear, load_adapter
-from ega.core import InputError, open_npy, read_csv, read_npz
+from ega.core import InputError
+from ega.files import atomic_path, open_npy, read_csv, read_json, read_npz
 from ega.rows import rows_in
 
 HERE = Path(__file__).resolve().parent
@@ -135,11 +136,11 @@ def test_nothing_is_unpickled(tmp_path, count):
     "Every reader of files on every payload; refused or read, no mark is left."
     from ega import grids, index, monitor, published
     readers = [data.read_pack, data.load_split, estimator.read_rows, estimator.read_labels, estimator.EGA.load, rows_in, index.load_map, index.load_index, monitor.load_monitor, published.read_published,
-               datasets.open_source, datasets.image_archive, datasets.table, datasets.intents, encoders.OnnxImageEncoder, core.read_json, open_npy, read_npz, read_csv, lambda p: grids._read_parquet(p, None), lambda p: load_adapter(p)]
+               datasets.open_source, datasets.image_archive, datasets.table, datasets.intents, encoders.OnnxImageEncoder, read_json, open_npy, read_npz, read_csv, lambda p: grids._read_parquet(p, None), lambda p: load_adapter(p)]
     mark, paths = planted(tmp_path)
     for read in readers:
         for path in paths.values():
-            try: read(path, *([""] if read is index.load_map else ["x"] if read in (core.read_json, read_csv) else []))
+            try: read(path, *([""] if read is index.load_map else ["x"] if read in (read_json, read_csv) else []))
             except InputError: pass
     assert not mark.exists()
     count("pairs of reader and pickle", len(readers)*len(paths))
@@ -221,18 +222,18 @@ def test_a_link_planted_beside_a_target_is_never_written_through(tmp_path, endin
     try: transform_file(Linear(6), tmp_path/"x.npy", tmp_path/"z.npy", device="cpu", threads=1)
     except InputError: pass
     assert (tmp_path/"mine").read_text() == "precious"
-    with core.atomic_path(tmp_path/f"z.npy{ending}") as t: t.write_text("new")
+    with atomic_path(tmp_path/f"z.npy{ending}") as t: t.write_text("new")
     assert (tmp_path/"mine").read_text() == "precious" and not (tmp_path/f"z.npy{ending}").is_symlink()
 
 
 def test_temporary_files_are_private_and_removed(tmp_path, monkeypatch):
     import tempfile
     modes = []
-    with core.atomic_path(tmp_path/"a") as t: modes.append(t.stat().st_mode & 0o777)
+    with atomic_path(tmp_path/"a") as t: modes.append(t.stat().st_mode & 0o777)
     assert modes == [0o600] and [p.name for p in tmp_path.iterdir()] == ["a"] and os.stat(tempfile.mkdtemp(dir=tmp_path)).st_mode & 0o777 == 0o700
     if Path("/proc/self/status").exists():                                     # changed for an instant, the umask of the process would bare the files of other threads
         monkeypatch.setattr(os, "umask", lambda m: pytest.fail("umask was changed"))
-        with core.atomic_path(tmp_path/"a") as t: t.write_text("x")
+        with atomic_path(tmp_path/"a") as t: t.write_text("x")
 
 
 # -- the command line ------------------------------------------------------------------------------------------

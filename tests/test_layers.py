@@ -8,6 +8,7 @@ package = Path(__file__).resolve().parent.parent/"ega"
 
 LAYERS = [
     {"core"},
+    {"files"},
     {"data", "datasets", "adapters", "losses", "search", "plots", "harness"},
     {"rows", "sparsity", "metrics", "closed_form", "encoders", "certificates"},
     {"comparison", "protocols"},
@@ -17,9 +18,9 @@ LAYERS = [
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ONLY = {"plots": {"core"}, "datasets": {"core", "data"}, "encoders": {"core", "data", "datasets"}}      # narrower than their layer
+ONLY = {"plots": {"core"}, "datasets": {"core", "files", "data"}, "encoders": {"core", "files", "data", "datasets"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
-WITHOUT_TORCH = ["core", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench", "harness"]
+WITHOUT_TORCH = ["core", "files", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench", "harness"]
 
 
 def imported(

@@ -9,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ega import training
-from ega.core import InputError, as_labels, normalize, open_npy, read_csv, read_npz, streams
+from ega.core import InputError, as_labels, normalize, streams
 from ega.data import EmbeddingSet, Split, check_split, class_split, read_pack, row_split, write_pack
+from ega.files import open_npy, read_csv, read_npz
 from ega.grids import Store
 from ega.metrics import ar_at_k, bootstrap, lp_at_k, replicates
 from ega.runs import METHODS, RunConfig, config_from, config_of

@@ -23,8 +23,9 @@ from fuzzing import Letters, labels, repository, rows
 from ega import cli, data, datasets, deploy, encoders, grids, runs, training
 from ega.adapters import EGABlock, Linear, save_adapter
 from ega.closed_form import WCCN
-from ega.core import InputError, atomic_path, fingerprint, normalize, streams, torch_generator
+from ega.core import InputError, normalize, streams, torch_generator
 from ega.estimator import EGA, evaluate
+from ega.files import atomic_path, fingerprint
 from ega.index import AdaptedIndex, IndexStore
 from ega.monitor import Monitor
 from ega.search import knn, loo_knn

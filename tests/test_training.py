@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ega.adapters import EGA, EGABlock, Linear, LoRA, transform
-from ega.core import InputError, fingerprint, normalize, streams, torch_generator
+from ega.core import InputError, normalize, streams, torch_generator
+from ega.files import fingerprint
 from ega.losses import cosface, icon, icon_self_included, nca_half_repulsion, supcon
 from ega.sparsity import class_index, whole_set_triplets
 from ega.training import Objective, TrainConfig, _Stack, cosine, dense, in_batch, preserving, proxied, train, train_many, whole_set
