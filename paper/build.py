@@ -5,7 +5,7 @@ from pathlib import Path
 
 PAPER = Path(__file__).resolve().parent
 ROOT = PAPER.parent
-NOTEBOOKS = ("40_tables.ipynb", "41_figures.ipynb")
+NOTEBOOKS = ("40_tables.ipynb", "40_verdicts.ipynb", "41_figures.ipynb")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ LAYERS = [
     {"comparison", "protocols"},
     {"training", "theory"},
     {"runs", "grids", "summary", "selection"},
-    {"estimator", "deploy", "throughput", "index", "lance", "monitor", "published"},
+    {"estimator", "deploy", "throughput", "index", "lance", "monitor", "published", "tables"},
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

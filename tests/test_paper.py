@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np, pandas as pd, pytest
 
-from ega import grids, protocols, runs
+from ega import grids, protocols, runs, tables
 from ega.core import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,9 +55,9 @@ def built(stored, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    "What 40_tables defines when there are no results."
+    "What tables and verdicts define when there are no results."
     out = tmp_path_factory.mktemp("bare")
-    with paper.environment(ROOT/"nbs", EGA_RESULTS=out/"none", EGA_PAPER=out): return paper.run_notebook(ROOT/"nbs/40_tables.ipynb")
+    with paper.environment(ROOT/"nbs", EGA_RESULTS=out/"none", EGA_PAPER=out): return {k: v for name in ("40_tables", "40_verdicts") for k, v in paper.run_notebook(ROOT/f"nbs/{name}.ipynb").items()}
 
 def content(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -102,14 +102,14 @@ def test_our_numbers_are_the_stored_outcomes(built, stored):
     for m in METHODS: assert t.loc[("mean", m), "diff"] == pytest.approx(change[m].mean(), abs=1e-3) and t.loc[("worst", m), "diff"] == pytest.approx(change[m].min(), abs=1e-3)
 
 def test_results_say_where_they_come_from(built):
-    numbers = json.loads((built/"tables/numbers.json").read_text())
-    assert [numbers["source"][e]["profile"] for e in ("unseen", "in_distribution")] == ["quick", "quick"]
-    assert (numbers["source"]["unseen"]["hidden"], numbers["source"]["unseen"]["epochs"], numbers["source"]["long"]["hidden"], numbers["source"]["long"]["epochs"]) == ("512", "10", "2048", "150")
-    assert numbers["source"]["unseen"]["queries"] == SIZE*2*5 and numbers["source"]["unseen"]["runs"] == 13*5
+    source = json.loads((built/"tables/sources.json").read_text())["source"]
+    assert [source[e]["profile"] for e in ("unseen", "in_distribution")] == ["quick", "quick"]
+    assert [(source[e]["hidden"], source[e]["epochs"]) for e in ("unseen", "long")] == [("512", "10"), ("2048", "150")]
+    assert source["unseen"]["queries"] == SIZE*2*5 and source["unseen"]["runs"] == 13*5
 
-def test_an_unfinished_grid_is_called_so(names, stored):
+def test_an_unfinished_grid_is_called_so(stored):
     rows = stored[1]["unseen"].assign(experiment="unseen")
-    assert names["profile_of"](rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
+    assert tables.profile_of(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
 
 def test_ranking_compares_trained_methods_only(built):
     t = pd.read_csv(built/"tables/ranking.csv")
@@ -144,7 +144,7 @@ def test_same_results_same_bytes_and_nothing_stale(stored, built, tmp_path):
     assert not [f for f in left if re.search(r"unseen\.|seen\.|ranking|settings|in_distribution\.|\.pdf|\.png", f) and f != "report.pdf" and "published" not in f]
     assert left["tables/unseen_published.csv"] == first["tables/unseen_published.csv"] and left["report.pdf"] != first["report.pdf"]
     assert set(pd.read_csv(again/"tables/claims.csv")["verdict"]) == {"not tested"}
-    assert set(json.loads(left["tables/numbers.json"])["absent"]) == {"unseen", "in_distribution", "long", "speed"}
+    assert set(json.loads(left["tables/sources.json"])["absent"]) == {"unseen", "in_distribution", "long"} and set(json.loads(left["tables/numbers.json"])["absent"]) == {"speed"}
 
 def test_the_command_leaves_notebooks_and_sources_alone(tmp_path):
     sources = [*(ROOT/"nbs").glob("4*.ipynb"), ROOT/"paper/report.typ"]
@@ -159,12 +159,13 @@ def test_rows_of_different_indexes_are_refused(tmp_path):
     store(tmp_path/"r", "unseen", configs, other_index)
     with pytest.raises(InputError, match="nlist"): paper.build(tmp_path/"r", tmp_path/"out")
 
-def test_figures_refuse_tables_of_other_results(stored, built, tmp_path):
+def test_verdicts_and_figures_refuse_tables_of_other_results(stored, built, tmp_path):
     for folder in (tmp_path/"empty", built):
         some = stored[1]["unseen"].query("method in ('frozen', 'ega')")
         grids.Store(tmp_path/"r", "unseen").write(some)
-        with paper.environment(ROOT/"nbs", EGA_RESULTS=tmp_path/"r", EGA_PAPER=folder), pytest.raises(InputError, match="run 40_tables first"):
-            paper.run_notebook(ROOT/"nbs/41_figures.ipynb")
+        for name in ("40_verdicts", "41_figures"):
+            with paper.environment(ROOT/"nbs", EGA_RESULTS=tmp_path/"r", EGA_PAPER=folder), pytest.raises(InputError, match="run 40_tables first"):
+                paper.run_notebook(ROOT/f"nbs/{name}.ipynb")
 
 def test_one_benchmark_and_few_methods_are_enough(tmp_path):
     store(tmp_path/"r", "unseen", [runs.config_of("unseen", "cub100", m, epochs=1) for m in ("frozen", "ega", "wccn")])
@@ -240,8 +241,8 @@ def test_the_nine_tables_hold_the_paper_as_printed_and_ours_as_stored(built, nam
     assert infonce.loc[("cub100", "EGAMLP+InfoNCE"), "lp1"] == pytest.approx(ours.loc[("cub100", "supcon"), "lp1"], abs=1e-3)
     assert pd.read_csv(built/"tables/lora_rank.csv").query("method == 'LoRA+Triplet r=64'").lp1.isna().all()       # no sweep is stored: a dash, not a number
 
-def test_number_formats(names):
-    points, span, latex = names["points"], names["span"], names["latex"]
+def test_number_formats():
+    points, span, latex = tables.points, tables.span, tables.latex
     assert [points(v, True) for v in (1.26, -.04, .04, np.nan, -12.35)] == ["+1.3", "0.0", "0.0", "–", "−12.3"]    # -12.35 is just above in binary
     assert span(-1, np.nan) == "" and span(-1, 1, True) == "[−1.0,\N{NO-BREAK SPACE}+1.0]"
     assert r"50\% \& a\_b $\to$ $-$1 $\pm$ 2$\dagger$" in latex(["50% & a_b → −1 ± 2†"], []) and "[−1.0,~+1.0]".replace("−", "$-$") in latex([span(-1, 1, True)], [])
