@@ -38,10 +38,10 @@ def span(
 # %% ../nbs/12_tables.ipynb #9526915b
 def markdown(
     header,   # list of column names
-    rows      # lists of text
-):            # a table of Markdown
+    rows      # lists of anything with a text
+):            # lines of Markdown
     "The table for the eye."
-    return "\n".join("| " + " | ".join(r) + " |" for r in [header, ["---"]*len(header), *rows]) + "\n"
+    return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [header, ["---"]*len(header), *rows])
 
 def latex(
     header,   # list of column names
@@ -72,7 +72,7 @@ def write_table(
     "One table as CSV, Markdown and LaTeX."
     write_text(f"{stem}.csv", None if frame is None else frame.to_csv(index=False, float_format="%.4f", lineterminator="\n"))
     write_text(f"{stem}.tex", None if frame is None else latex(header, rows))
-    return write_text(f"{stem}.md", None if frame is None else markdown(header, rows))
+    return write_text(f"{stem}.md", None if frame is None else markdown(header, rows) + "\n")
 
 # %% ../nbs/12_tables.ipynb #tidy
 ORDER = ["tiny200>cifar10", "cub100", "grocery", "tiny200", "clinc150", "mean", "worst"]
