@@ -551,8 +551,8 @@ def extraction_in_turn(size, folder):
     return Job(work, size["n"])
 
 def ega_embed(size, folder):
-    "ega.encoders.embed."
-    from ega.encoders import embed
+    "ega.encoding.embed."
+    from ega.encoding import embed
     source, encoder = _studio(size, folder)
     out = Path(tempfile.mkdtemp(dir=folder))/"pack.parquet"
     return Job(lambda: embed(source, encoder, out, progress=False), size["n"], lambda: out.unlink(missing_ok=True))

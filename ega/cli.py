@@ -111,7 +111,8 @@ def _embed(args):
     "Images or texts to a pack."
     from ega.core import InputError
     from ega.datasets import open_dataset, open_source
-    from ega.encoders import embed, load_encoder
+    from ega.encoders import load_encoder
+    from ega.encoding import embed
     if (args.source is None) == (args.dataset is None): raise InputError(f"expected one thing to embed, a path or --dataset NAME, got {'both' if args.source else 'neither'}; `ega embed --help` lists them")
     if args.dataset: source = open_dataset(args.dataset, args.root, splits=args.splits, per_class=args.per_class, seed=args.seed, download=not args.no_download)
     else: source = open_source(args.source)
@@ -254,7 +255,7 @@ def _asked(args):
     from ega.data import read_pack
     if args.encoder:
         import tempfile
-        from ega.encoders import embed
+        from ega.encoding import embed
         with tempfile.TemporaryDirectory() as folder: es = read_pack(embed(args.queries, args.encoder, Path(folder)/"q.parquet", dtype="float32", progress=not args.quiet and sys.stderr.isatty()).path)
         return es.x, es.ids.tolist()
     from ega.rows import rows_in

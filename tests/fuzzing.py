@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ega.cli
-from ega import data, datasets, deploy, encoders, estimator, grids, index, monitor, published, runs, training
+from ega import data, datasets, deploy, encoders, encoding, estimator, grids, index, monitor, published, runs, training
 from ega.adapters import Linear, LoRA, load_adapter, save_adapter
 from ega.core import InputError, normalize
 from ega.files import fingerprint, read_json
@@ -331,7 +331,7 @@ class Letters(Mean):
 def opened(folder, name, encoder):
     "Open a source and embed it, skipping what cannot be read."
     out = folder.parent/"out.parquet"
-    try: encoders.embed(datasets.open_source(folder/name), encoder, out, progress=False, restart=True, on_error="skip"); return of_pack(data.read_pack(out))[:64]
+    try: encoding.embed(datasets.open_source(folder/name), encoder, out, progress=False, restart=True, on_error="skip"); return of_pack(data.read_pack(out))[:64]
     finally: out.unlink(missing_ok=True)
 def write_images(folder):
     for i in range(4): (folder/"f"/f"{i % 2}").mkdir(parents=True, exist_ok=True); (folder/"f"/f"{i % 2}"/f"{i}.png").write_bytes(png((40*i, 9, 200)))
@@ -349,12 +349,12 @@ READERS["intents"] = Reader(write_intents, lambda f: opened(f, "i.json", Letters
 def begun(folder):
     "A pack of which half the shards are there."
     write_images(folder); encoder = Mean(); encoder.encode = lambda batch, left=[1]: Mean.encode(encoder, batch) if left.pop() else None
-    try: encoders.embed(datasets.open_source(folder/"f"), encoder, folder/"p.parquet", shard_rows=2, batch=2, progress=False)
+    try: encoding.embed(datasets.open_source(folder/"f"), encoder, folder/"p.parquet", shard_rows=2, batch=2, progress=False)
     except (IndexError, TypeError, InputError): pass
     return ["p.parquet.shards/plan.json", "p.parquet.shards/000000000.npz"]
 def went_on(folder):
     "The pack itself is the value, and is removed again; so are shards that were made again."
-    try: encoders.embed(datasets.open_source(folder/"f"), Mean(), folder/"p.parquet", shard_rows=2, batch=2, progress=False); return of_pack(data.read_pack(folder/"p.parquet"))
+    try: encoding.embed(datasets.open_source(folder/"f"), Mean(), folder/"p.parquet", shard_rows=2, batch=2, progress=False); return of_pack(data.read_pack(folder/"p.parquet"))
     finally: (folder/"p.parquet").unlink(missing_ok=True)
 READERS["shards of ega embed"] = Reader(begun, went_on, strict=True)
 

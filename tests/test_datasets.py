@@ -13,12 +13,12 @@ import zipfile
 
 import numpy as np
 import pytest
-from test_encoders import Fake, Letters, QUIET, photos, picture
+from test_encoding import Fake, Letters, QUIET, photos, picture
 
 from ega.core import InputError
 from ega.data import read_pack
 from ega.datasets import (DATASETS, _fetch, _unpack, image_archive, image_folder, intents, mend_torchvision, open_dataset, open_source, per_class_rows, released_class_split, table)
-from ega.encoders import embed
+from ega.encoding import embed
 
 Image = pytest.importorskip("PIL.Image")
 

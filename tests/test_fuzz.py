@@ -15,7 +15,7 @@ import pytest
 import torch
 from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, attempt, bomb, onnx_file, png, rows, unfolding
 
-from ega import cli, data, datasets, encoders, estimator
+from ega import cli, data, datasets, encoders, encoding, estimator
 from ega.adapters import Linear, load_adapter
 from ega.core import InputError
 from ega.files import atomic_path, open_npy, read_csv, read_json, read_npz
@@ -107,7 +107,7 @@ def test_pictures_that_unfold_are_skipped_by_name(tmp_path):
     for name, b in (("a", png((1, 2, 3))), ("huge", huge), ("strip", png((1, 2, 3), (1, 3000)))): (tmp_path/"f").mkdir(exist_ok=True); (tmp_path/"f"/f"{name}.png").write_bytes(b)
     class Big(Mean):
         def prepare(self, raw): return encoders.pixels(raw, encoders.Preprocess())
-    outcome, done, _, megabytes = attempt(lambda f: encoders.embed(f/"f", Big(), f/"p.parquet", on_error="skip", progress=False), tmp_path)
+    outcome, done, _, megabytes = attempt(lambda f: encoding.embed(f/"f", Big(), f/"p.parquet", on_error="skip", progress=False), tmp_path)
     assert outcome == "read" and sorted(done.skipped) == ["huge.png", "strip.png"] and "thin strip" in done.skipped["strip.png"] and megabytes < 200
 
 

@@ -10,7 +10,7 @@ LAYERS = [
     {"core"},
     {"files"},
     {"data", "datasets", "adapters", "losses", "search", "plots", "harness"},
-    {"rows", "sparsity", "metrics", "closed_form", "encoders", "certificates"},
+    {"rows", "sparsity", "metrics", "closed_form", "encoders", "encoding", "certificates"},
     {"comparison", "protocols"},
     {"training", "theory"},
     {"runs", "grids", "summary", "selection"},
@@ -18,7 +18,7 @@ LAYERS = [
     {"report", "bench", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ONLY = {"plots": {"core"}, "datasets": {"core", "files", "data"}, "encoders": {"core", "files", "data", "datasets"}}      # narrower than their layer
+ONLY = {"plots": {"core"}, "datasets": {"core", "files", "data"}, "encoders": {"core", "files", "datasets"}, "encoding": {"core", "files", "data", "datasets", "encoders"}}      # narrower than their layer
 NEVER = {("losses", "adapters"), ("adapters", "losses")}      # they meet in training and runs
 WITHOUT_TORCH = ["core", "files", "data", "datasets", "search", "metrics", "comparison", "protocols", "closed_form", "certificates", "plots", "bench", "harness"]
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fuzzing import Letters, labels, repository, rows
 
-from ega import cli, data, datasets, deploy, encoders, grids, runs, training
+from ega import cli, data, datasets, deploy, encoding, grids, runs, training
 from ega.adapters import EGABlock, Linear, save_adapter
 from ega.closed_form import WCCN
 from ega.core import InputError, normalize, streams, torch_generator
@@ -68,7 +68,7 @@ def killed_at(work, die_at, told):
 
 def embed(folder):
     source = datasets.Source("toy", "text", [str(i) for i in range(12)], np.arange(12) % 3, ["t"]*12, ("a", "b", "c"), lambda i: "abcdef"[:1 + i % 6]*(1 + i), "f", {})
-    try: encoders.embed(source, Letters(), folder/"p.parquet", shard_rows=4, batch=2, workers=1, progress=False)
+    try: encoding.embed(source, Letters(), folder/"p.parquet", shard_rows=4, batch=2, workers=1, progress=False)
     except InputError as error: assert "there already" in str(error)    # and what a kill left beside it is gone
     return (folder/"p.parquet").read_bytes()
 
