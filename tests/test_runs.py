@@ -11,6 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from test_bench import alive, children
 
 from ega import grids, runs, search
 from ega.core import InputError, normalize, simplex
@@ -182,23 +184,49 @@ STRIKE = textwrap.dedent("""
 def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
     "The lock of a run that the pool wants to set free would be left locked, and the pool would wait for ever."
     script = tmp_path/"grid.py"
-    script.write_text(STRIKE + GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)))
+    script.write_text(STRIKE + GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)).replace('"frozen", "wccn", ', "").replace("epochs=40", "epochs=1_000_000"))      # nobody waits for these
     done = subprocess.run([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
 
 
+def test_a_worker_computes_with_one_thread():
+    "Whatever the machine has: a run has the same bits however many run beside it."
+    before = torch.get_num_threads()
+    try: torch.set_num_threads(2); grids._worker(os.getppid()); assert torch.get_num_threads() == 1
+    finally: torch.set_num_threads(before)
+
+
+def made_up(i): return pd.DataFrame([dict(run_id=f"{i:016x}", query_set="unseen", benchmark="b", method="frozen", config="{}", lp1=.5)])
+
+
+def test_what_is_sealed_is_not_added_again(tmp_path):
+    store = Store(tmp_path, "unseen")
+    store.add(made_up(1)); store.seal(); store.add(made_up(1))
+    assert not store.parts.exists() and len(store.read()) == 1
+
+
+def test_sealing_sweeps_what_the_dead_were_writing_and_nothing_else(tmp_path):
+    "A run that is still trained may be writing its checkpoint just now."
+    store = Store(tmp_path, "unseen")
+    store.add(made_up(1))
+    done, table, open_ = (store.parts/f".{name}.x.tmp" for name in (f"{1:016x}.safetensors", f"{2:016x}.parquet", f"{2:016x}.safetensors"))
+    for p in (done, table, open_): p.write_bytes(b"")
+    store.seal()
+    assert list(store.parts.iterdir()) == [open_]
+
+
 def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
     script = tmp_path/"grid.py"
-    script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)).replace("epochs=40", "epochs=4000"))
+    script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path/"r"), packs=str(packs)).replace("epochs=40", "epochs=1_000_000"))
     process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    def alive(): return subprocess.run(["pgrep", "-f", "spawn_main.*parent_pid=%d|multiprocessing.*%s" % (process.pid, tmp_path)], capture_output=True, text=True).stdout.split()
-    end = time.time() + 60
-    while len(alive()) < 1 and time.time() < end: time.sleep(.1)
-    time.sleep(3)
+    end, store = time.time() + 60, Store(tmp_path/"r", "unseen")
+    while len(store.ids()) < 2 and time.time() < end: time.sleep(.1)         # both are at work
+    left = children(process.pid)
+    assert len(left) == 3 and all(map(alive, left))                         # the third counts what the two share
     process.send_signal(signal.SIGKILL); process.wait()
-    end = time.time() + 30
-    while alive() and time.time() < end: time.sleep(.2)
-    assert not alive()
+    end = time.time() + 10
+    while any(map(alive, left)) and time.time() < end: time.sleep(.1)
+    assert not any(map(alive, left))
 
 
 def test_a_failing_run_stops_the_grid_and_keeps_what_was_done(packs, tmp_path):
