@@ -39,8 +39,7 @@ def _by_threads(source, encoder, parts, workers, ahead=2):
             with uninterrupted(): waiting.append([pool.submit(_prepare, source, encoder, i) for i in part])
             if len(waiting) > ahead: yield first()
         while waiting: yield first()
-    finally:
-        with uninterrupted(): pool.shutdown(cancel_futures=True)      # an interruption does not wait for what nobody will take
+    finally: pool.shutdown(cancel_futures=True)           # an interruption does not wait for what nobody will take
 
 # %% ../nbs/10_encoding.ipynb #inputs
 class _Inputs:
