@@ -519,17 +519,17 @@ for source in sys.argv[1:]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
-    "10 blocks of 2 MB, then 80: 143 MB more go through (Parquet: in one row group), and the peak grows by a third of that at most; malloc and Arrow's pool keep a few blocks."
+    "10 blocks of 2 MB, then 160: 300 MB more go through (Parquet: in one row group), and the peak grows by a third of that at most; malloc and Arrow's pool keep a few blocks."
     x, sources = unit(1024, 512), []
     for kind in kinds:
-        for times in (10, 80):
+        for times in (10, 160):
             sources.append(tmp_path/f"x{times}.{kind}")
             if kind == "npy": np.save(sources[-1], np.tile(x, (times, 1)))
             else: pq.write_table(pa.table({"v": pa.chunked_array([lists(x)]*times)}), sources[-1], row_group_size=1024*times, use_dictionary=False, compression="none")
     done = subprocess.run([sys.executable, "-c", MEMORY, *sources], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     for p in tmp_path.iterdir(): p.unlink()
     peaks = [float(v) for v in done.stdout.split()]
-    assert len(peaks) == 4 and peaks[1] - peaks[0] < 48 and peaks[3] - peaks[2] < 48 and peaks[3] < 1000, (peaks, done.stderr)
+    assert len(peaks) == 4 and peaks[1] - peaks[0] < 100 and peaks[3] - peaks[2] < 100 and peaks[3] < 1000, (peaks, done.stderr)
 
 
 # -- the rehearsal and its record -------------------------------------------------------------------------
