@@ -19,7 +19,7 @@ from .core import InputError, uninterrupted, usable_cores
 from .data import open_parquet
 from .files import atomic_path, brief, locked, read_csv
 from .protocols import EMBEDDED
-from .runs import ABLATIONS, MAIN, METHODS, RIVALS, config_of, execute, one_thread
+from .runs import ABLATIONS, MAIN, RIVALS, config_of, execute, is_trained, one_thread
 
 # %% ../nbs/12_grids.ipynb #store
 class Store:
@@ -117,7 +117,7 @@ class Grid:
         for seed in self.seeds:
             for split_seed in self.splits:
                 for method in self.methods:
-                    if METHODS[method.split()[0]].loss is None and seed != self.seeds[0]: continue
+                    if not is_trained(method) and seed != self.seeds[0]: continue
                     for b in self.benchmarks: yield config_of(self.task, b, method, hidden=self.hidden, epochs=self.epochs, split_seed=split_seed, seed=seed, protocol=self.protocol, rank=self.rank)
 
 # %% ../nbs/12_grids.ipynb #sweep-2
@@ -149,7 +149,7 @@ class Chosen:
         for benchmark, method in zip(chosen["benchmark"], chosen["method"]): yield from replace(self.grid, benchmarks=(benchmark,), methods=(method,)).configs()
 
 # %% ../nbs/12_grids.ipynb #680cdd5b
-_trained = tuple(k for k in MAIN if METHODS[k].loss)
+_trained = tuple(filter(is_trained, MAIN))
 _margins = (.02, .05, .1, .2, .3, .5)
 _moves = (("ega_block", {"margin": _margins}), ("supcon_preserve", {"lam": (.1, .3, 1., 3., 10., 30., 100.)}),
           ("ega_block", {"hidden": (256, 1024, 2048, 4096)}), ("lora_supcon", {"rank": (8, 64, 256)}), ("lora_triplet", {"rank": (64, 256, 512)}))

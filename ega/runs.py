@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Method', 'MAIN', 'RIVALS', 'RECIPES', 'ABLATIONS', 'METHODS', 'Trained', 'Verdict', 'SETTINGS', 'ALPHAS', 'DISTANCES',
-           'AdapterConfig', 'LossConfig', 'RunConfig', 'config_from', 'config_of', 'adapter_of', 'objective_of',
-           'geometry_of', 'trained', 'fit', 'fit_adapter', 'judge_settings', 'judge_left_out', 'execute',
-           'over_settings', 'over_alphas', 'machine', 'one_thread']
+           'AdapterConfig', 'LossConfig', 'RunConfig', 'config_from', 'is_trained', 'config_of', 'adapter_of',
+           'objective_of', 'geometry_of', 'trained', 'fit', 'fit_adapter', 'judge_settings', 'judge_left_out',
+           'execute', 'over_settings', 'over_alphas', 'machine', 'one_thread']
 
 # %% ../nbs/11_runs.ipynb #361afec6
 import hashlib, json, os, platform, time
@@ -127,6 +127,13 @@ RECIPES = {"recipe": Method(AdapterConfig("linear", geometry="guarded_wccn", shr
 ABLATIONS = {kind: Method(AdapterConfig(kind, hidden=2048), LossConfig("triplet", margin=.2, sampler="whole_set"))
              for kind in ("no_residual", "no_residual_drawn", "no_zero_init", "no_sphere")}
 METHODS = MAIN | RIVALS | ABLATIONS | RECIPES
+
+# %% ../nbs/11_runs.ipynb #is-trained
+def is_trained(
+    method   # a name of METHODS, with or without settings: "wccn", "ega_block margin=0.1"
+):           # bool
+    "Whether gradients make it: they make neither the frozen rows nor closed forms nor the probe."
+    return METHODS[method.split()[0]].loss is not None
 
 # %% ../nbs/11_runs.ipynb #set
 def _set(config, setting):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ORDER', 'REPORTED', 'points', 'span', 'markdown', 'latex', 'write_text', 'write_table', 'tidy', 'title',
-           'strict_runs', 'absent', 'settings_of', 'trained', 'profile_of', 'settings_row', 'source', 'read_table']
+           'strict_runs', 'absent', 'settings_of', 'profile_of', 'settings_row', 'source', 'read_table']
 
 # %% ../nbs/12_tables.ipynb #tables-imports
 import json
@@ -16,7 +16,7 @@ from .core import InputError
 from .files import atomic_path, read_json
 from .grids import GRIDS, read_results
 from .plots import METHOD_STYLE
-from .runs import METHODS
+from .runs import is_trained
 
 # %% ../nbs/12_tables.ipynb #8cc02cd2
 def points(
@@ -102,12 +102,13 @@ def title(
 REPORTED = {"unseen": "classes that training did not see", "in_distribution": "rows that training did not see, of classes it saw", "long": "one benchmark at full width and full length"}
 
 def strict_runs(
-    folder,       # of results
-    experiment    # name of a stored experiment
-):                # DataFrame of its runs under the strict protocol, or None
+    folder,         # of results
+    experiment,     # name of a stored experiment
+    columns=None    # which columns, `protocol` among them; None: all
+):                  # DataFrame of its runs under the strict protocol, or None
     "The runs of an experiment, if there are any."
     if not any((*Path(folder).glob(f"{experiment}.parquet"), *Path(folder).glob(f"{experiment}.parts/*.parquet"))): return None
-    rows = read_results(folder, experiment)
+    rows = read_results(folder, experiment, columns)
     rows = rows[rows["protocol"] == "strict"]
     return rows if len(rows) else None
 
@@ -131,14 +132,8 @@ def settings_of(
     key     # name of a field of the configuration
 ):          # text: all values of the trained methods
     "The values a field took, as a list."
-    configs = rows[rows["method"].map(trained)].drop_duplicates("run_id")["config"]
+    configs = rows[rows["method"].map(is_trained)].drop_duplicates("run_id")["config"]
     return _listed(v for c in configs for v in _found(json.loads(c), key))
-
-def trained(
-    method   # a name of METHODS, with or without settings
-):           # bool
-    "Whether it has width and length: the frozen rows, closed forms and the probe have not."
-    return METHODS[method.split()[0]].loss is not None
 
 def _listed(values): return ", ".join(str(v) for v in sorted(set(values)))
 

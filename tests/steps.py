@@ -4,7 +4,7 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 bin_ = Path(sys.executable).parent
-LIMIT = 2400      # seconds until a step counts as hung; the longest takes 800 on two quiet cores
+LIMIT = 2400      # seconds until a step counts as hung; the longest took 550 on two quiet cores, 780 beside other work
 form = ["tests/test_layers.py", "tests/test_notebooks.py", "tests/test_tree.py"]
 
 QUICK = {

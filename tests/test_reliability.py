@@ -175,7 +175,7 @@ def interrupted_at(work, point, folder):
 
 @needs_fork
 @pytest.mark.parametrize("name", ["embed", "transform"])
-def test_ctrl_c_between_any_two_lines_ends_the_work(tmp_path, count, pytestconfig, name):
+def test_ctrl_c_at_lines_all_along_ends_the_work(tmp_path, count, pytestconfig, name):
     "An interruption may find a lock of a thread pool taken: the process must end all the same, and the next one come to the result of an unbroken run."
     work, landed = WORK[name], 0
     (whole := tmp_path/"whole").mkdir()
