@@ -16,7 +16,7 @@ help:  ## show these lines
 setup: $(READY)  ## install into .venv, once (2 to 3 minutes, 1.6 GB)
 
 reproduce: $(READY)  ## train the main grid, draw its report (PROFILE=quick or full)
-	@$(BIN)/ega reproduce --profile $(PROFILE)
+	@$(BIN)/ega-paper reproduce --profile $(PROFILE)
 
 paper: $(READY)  ## committed results -> tables, figures, paper/report.pdf
 	@$(PY) paper/build.py
@@ -36,7 +36,7 @@ check: $(READY)  ## test, then the docs site and the lowest versions promised
 	@$(PY) tests/steps.py check
 
 bench: $(READY)  ## time ega beside what you would otherwise use; 10 minutes
-	@$(BIN)/ega bench
+	@$(BIN)/ega-paper bench
 
 export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
 	@$(BIN)/nbdev_export

@@ -1,60 +1,95 @@
 """API pages: one a module, in the groups of the chapters, with the comments behind parameters as their explanation."""
-import ast, inspect, io, json, re, textwrap, tokenize
+
+import ast
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
 
 
 def as_rst(
-    text   # a docstring or comment: plain words, `code` and $formulas$
-):         # the same in reStructuredText
+    text,  # a docstring or comment: plain words, `code` and $formulas$
+):  # the same in reStructuredText
     "Nothing but code and formulas means anything."
     parts = re.split(r"(`[^`]+`|\$[^$\s][^$]*\$)", text)
+
     def one(part):
-        if part[:1] == "`": return f"``{part.strip('`')}``"
-        if part[:1] == "$": return f":math:`{part.strip('$')}`"
+        if part[:1] == "`":
+            return f"``{part.strip('`')}``"
+        if part[:1] == "$":
+            return f":math:`{part.strip('$')}`"
         return re.sub(r"([\\*_|`<>])", r"\\\1", part)
+
     return "\\ ".join(filter(None, map(one, parts))) if len(parts) > 1 else one(text)
 
 
 def comments(
-    source   # text of a function or class
-):           # [(names, comment)]; names "" stands for what is returned, None for a comment behind a signature in one line
+    source,  # text of a function or class
+):  # [(names, comment)]; names "" stands for what is returned, None for a comment behind a signature in one line
     "What stands behind the parameters of a function, behind those of a class's `__init__`, or behind the fields of a dataclass."
     source = textwrap.dedent(source)
     (node,) = ast.parse(source).body
-    said = {t.start[0]: t.string.lstrip("# ") for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
+    said = {
+        t.start[0]: t.string.lstrip("# ")
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    }
     if isinstance(node, ast.ClassDef):
         fields = [(n.target.id, said[n.lineno]) for n in node.body if isinstance(n, ast.AnnAssign) and n.lineno in said]
         init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        if init is None: return fields
+        if init is None:
+            return fields
         node = init
-    args = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg]), *node.args.kwonlyargs, *filter(None, [node.args.kwarg])]
+    args = [
+        *node.args.posonlyargs,
+        *node.args.args,
+        *filter(None, [node.args.vararg]),
+        *node.args.kwonlyargs,
+        *filter(None, [node.args.kwarg]),
+    ]
     first, last = node.lineno, node.body[0].lineno
-    if (args and max(a.lineno for a in args) == first) and first in said: return [(None, said[first])]
+    if (args and max(a.lineno for a in args) == first) and first in said:
+        return [(None, said[first])]
     found = []
     for line in range(first, last):
         names = ", ".join(a.arg for a in args if a.lineno == line)
-        if line in said and (names or line > max([first, *(a.lineno for a in args)])): found.append((names, said[line]))
+        if line in said and (names or line > max([first, *(a.lineno for a in args)])):
+            found.append((names, said[line]))
     return found
 
 
 def explain(app, what, name, obj, options, lines):
     "For autodoc: the docstring as plain words, then a list of parameters."
     lines[:] = [as_rst(line) for line in lines]
-    if what not in ("function", "method", "class"): return
-    try: found = comments(inspect.getsource(obj))
-    except (OSError, TypeError): return                                # a namedtuple has no source
+    if what not in ("function", "method", "class"):
+        return
+    try:
+        found = comments(inspect.getsource(obj))
+    except (OSError, TypeError):
+        return  # a namedtuple has no source
     label = {"": "*returns*", None: "*takes*"}
-    if found: lines += ["", ".. container:: docments", "", *(f"   * {label.get(names, f'``{names}``')}: {as_rst(text)}" for names, text in found), ""]
+    if found:
+        lines += [
+            "",
+            ".. container:: docments",
+            "",
+            *(f"   * {label.get(names, f'``{names}``')}: {as_rst(text)}" for names, text in found),
+            "",
+        ]
 
 
 def skip(app, what, name, obj, skip, options):
     "For autodoc: fields are said with their class, and a long value is read in its chapter."
-    if inspect.isclass(obj) or inspect.isroutine(obj) or isinstance(obj, (property, staticmethod, classmethod)): return None
+    if inspect.isclass(obj) or inspect.isroutine(obj) or isinstance(obj, (property, staticmethod, classmethod)):
+        return None
     return True if not name.split(".")[-1].isupper() or len(repr(obj)) > 120 else None
 
 
 def exported(
-    path   # of a notebook
-):         # (name of the module it exports or None, its claim)
+    path,  # of a notebook
+):  # (name of the module it exports or None, its claim)
     "What the first cells of a chapter say."
     head = "\n".join("".join(c["source"]) for c in json.loads(path.read_text())["cells"][:3])
     name, claim = (re.search(pattern, head, re.M) for pattern in (r"^#\| default_exp (\w+)", r"^> (.+)$"))
@@ -62,51 +97,81 @@ def exported(
 
 
 def modules(
-    chapters,   # {group: [(title, path)]}
-    root        # of the repository
-):              # {group: [(module, its claim, title of its chapter, path of its chapter)]}
+    chapters,  # {group: [(title, path)]}
+    root,  # of the repository
+):  # {group: [(module, its claim, title of its chapter, path of its chapter)]}
     "What the chapters export."
-    rows = {group: [(*exported(root/path), title, path) for title, path in of] for group, of in chapters.items()}
+    rows = {group: [(*exported(root / path), title, path) for title, path in of] for group, of in chapters.items()}
     return {group: kept for group, of in rows.items() if (kept := [row for row in of if row[0]])}
 
 
 def top():
     "What the package itself gives, as Markdown."
     import ega
-    return ["## The package", "", *(f"- `from ega import {', '.join(names)}`, of [ega.{m}]({m}.md)" for m, names in ega._HOMES.items()), ""]
+
+    return [
+        "## The package",
+        "",
+        *(f"- `from ega import {', '.join(names)}`, of [ega.{m}]({m}.md)" for m, names in ega._HOMES.items()),
+        "",
+    ]
 
 
 def write(
-    folder,     # docs/api
-    chapters,   # {group: [(title, path)]}
-    root        # of the repository
+    folder,  # docs/api
+    chapters,  # {group: [(title, path)]}
+    root,  # of the repository
 ):
     "Write the pages that changed."
     pages, lists = {}, []
     for group, of in modules(chapters, root).items():
-        lists += [f"## {group[0].upper()}{group[1:]}", "", *(f"- [ega.{m}]({m}.md): {claim}" for m, claim, _, _ in of), "", "```{toctree}", ":hidden:", "", *(m for m, *_ in of), "```", ""]
+        lists += [
+            f"## {group[0].upper()}{group[1:]}",
+            "",
+            *(f"- [ega.{m}]({m}.md): {claim}" for m, claim, _, _ in of),
+            "",
+            "```{toctree}",
+            ":hidden:",
+            "",
+            *(m for m, *_ in of),
+            "```",
+            "",
+        ]
         for m, _, title, path in of:
-            pages[f"{m}.md"] = f"# ega.{m}\n\nWritten and proved in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
-    if missing := {f"{f.stem}.md" for f in (root/"ega").glob("[a-z]*.py")} - set(pages): raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
-    pages["modules.md"] = "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n" + "\n".join([*top(), *lists])
+            pages[f"{m}.md"] = (
+                f"# ega.{m}\n\nWritten and proved in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
+            )
+    if missing := {f"{f.stem}.md" for f in (root / "ega").glob("[a-z]*.py")} - set(pages):
+        raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
+    pages["modules.md"] = (
+        "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n"
+        + "\n".join([*top(), *lists])
+    )
     folder.mkdir(exist_ok=True)
-    for old in set(folder.glob("*.md")) - {folder/name for name in pages}: old.unlink()
+    for old in set(folder.glob("*.md")) - {folder / name for name in pages}:
+        old.unlink()
     for name, text in pages.items():
-        if not (folder/name).exists() or (folder/name).read_text() != text: (folder/name).write_text(text)
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
 
 
 def dead_links(
-    pages   # paths of HTML files
-):          # [(page, link)]
+    pages,  # paths of HTML files
+):  # [(page, link)]
     "Relative links and sources that lead to no file, or to no id in it."
     ids, dead = {}, []
+
     def ids_of(path):
-        if path not in ids: ids[path] = set(re.findall(r'\bid="([^"]+)"', path.read_text()))
+        if path not in ids:
+            ids[path] = set(re.findall(r'\bid="([^"]+)"', path.read_text()))
         return ids[path]
+
     for page in pages:
         for link in sorted(set(re.findall(r'\b(?:href|src)="([^"]+)"', page.read_text()))):
-            if re.match(r"[a-z]+:|//|#$", link): continue
+            if re.match(r"[a-z]+:|//|#$", link):
+                continue
             file, _, anchor = link.partition("#")
-            path = (page.parent/file.split("?")[0]).resolve() if file else page
-            if not path.is_file() or (anchor and path.suffix == ".html" and anchor not in ids_of(path)): dead.append((page, link))
+            path = (page.parent / file.split("?")[0]).resolve() if file else page
+            if not path.is_file() or (anchor and path.suffix == ".html" and anchor not in ids_of(path)):
+                dead.append((page, link))
     return dead

@@ -2,12 +2,18 @@
 
 Its source folder is the repository: pages keep their paths, and a link leads on the site where it leads in a clone.
 Notebooks are shown with the outputs that are stored in them; nothing is executed."""
-import json, re, sys
+
+import json
+import re
+import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(root), str(root/"docs")]
-import api, mathml, readme
+sys.path[:0] = [str(root), str(root / "docs")]
+import api
+import mathml
+import readme
+
 from ega import __version__
 
 project, author, copyright, version = "ega", "ega authors", "2026, ega authors", __version__
@@ -29,64 +35,89 @@ add_module_names = False
 html_theme = "furo"
 html_title = f"ega {version}"
 html_static_path, html_css_files, templates_path = ["_static"], ["site.css"], ["_templates"]
-html_additional_pages = {"index": "front.html"}      # the root of the site leads to docs/index
+html_additional_pages = {"index": "front.html"}  # the root of the site leads to docs/index
 html_copy_source = html_show_sphinx = False
 
 
 def chapters():
     "The groups of chapters, as README.md has them: {group: [(title, path)]}."
-    section = (root/"README.md").read_text().partition("## The chapters")[2]       # another table leads to a chapter, too
+    section = (root / "README.md").read_text().partition("## The chapters")[2]  # another table leads to a chapter, too
     rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
     return {group: re.findall(r"\[([^\]]+)\]\((nbs/[^)]+)\)", links) for group, links in rows}
 
 
 def toctrees():
     "A table of contents for each group of chapters."
-    return "\n\n".join("\n".join(["```{toctree}", ":hidden:", f":caption: {group[0].upper()}{group[1:]}", "", *(f"../{path}" for _, path in of), "```"]) for group, of in chapters().items())
+    return "\n\n".join(
+        "\n".join(
+            [
+                "```{toctree}",
+                ":hidden:",
+                f":caption: {group[0].upper()}{group[1:]}",
+                "",
+                *(f"../{path}" for _, path in of),
+                "```",
+            ]
+        )
+        for group, of in chapters().items()
+    )
 
 
 def lowered(
-    text   # Markdown
-):         # the same
+    text,  # Markdown
+):  # the same
     "Anchors as the site writes them; Jupyter keeps capitals."
     return re.sub(r"\]\((?![a-z]+:)([^)\s#]*)(#[^)\s]+)\)", lambda m: f"]({m[1]}{m[2].lower()})", text)
 
 
 def shown(
-    cell   # of a notebook, changed in place
+    cell,  # of a notebook, changed in place
 ):
     "Formulas in tables; outputs whose source is not shown, which myst-nb would drop; links."
-    if cell.cell_type == "markdown": cell.source = lowered(cell.source)
-    elif not cell.source: cell.source, cell.metadata["tags"] = "...", ["remove-input"]
+    if cell.cell_type == "markdown":
+        cell.source = lowered(cell.source)
+    elif not cell.source:
+        cell.source, cell.metadata["tags"] = "...", ["remove-input"]
     for out in cell.get("outputs", []):
-        if "text/html" in out.get("data", {}): out["data"]["text/html"] = mathml.tabled(out["data"]["text/html"])
+        if "text/html" in out.get("data", {}):
+            out["data"]["text/html"] = mathml.tabled(out["data"]["text/html"])
 
 
 def read(app, name, source):
     "A notebook without its plumbing; the first page with the chapters."
     if name.startswith("nbs/"):
         import nbformat
+
         nb = readme.cleaned(nbformat.reads(source[0], 4))
-        for cell in nb.cells: shown(cell)
-        module, _ = api.exported(root/f"{name}.ipynb")
-        if module: nb.cells.append(nbformat.v4.new_markdown_cell(f"The module of this chapter: [ega.{module}](../docs/api/{module}.md)."))
+        for cell in nb.cells:
+            shown(cell)
+        module, _ = api.exported(root / f"{name}.ipynb")
+        if module:
+            nb.cells.append(
+                nbformat.v4.new_markdown_cell(f"The module of this chapter: [ega.{module}](../docs/api/{module}.md).")
+            )
         source[0] = json.dumps(nb)
-    elif name == root_doc: source[0] = source[0].replace("<!-- chapters -->", toctrees())
+    elif name == root_doc:
+        source[0] = source[0].replace("<!-- chapters -->", toctrees())
 
 
 def check(app, error):
     "Links between the pages of the built site; a dead one is a warning, and `make docs` fails on those."
     from sphinx.util import logging
-    if error or app.builder.format != "html": return
+
+    if error or app.builder.format != "html":
+        return
     pages = [Path(app.outdir, app.builder.get_outfilename(name)) for name in sorted(app.env.found_docs)]
     dead = api.dead_links(pages)
-    for page, link in dead: logging.getLogger("docs").warning("%s: dead link %s", page.relative_to(app.outdir), link)
+    for page, link in dead:
+        logging.getLogger("docs").warning("%s: dead link %s", page.relative_to(app.outdir), link)
 
 
 def setup(app):
     from pygments.lexers.sql import PostgresLexer
-    app.add_lexer("sql", PostgresLexer)                                # $1 is no error
-    api.write(root/"docs/api", chapters(), root)
+
+    app.add_lexer("sql", PostgresLexer)  # $1 is no error
+    api.write(root / "docs/api", chapters(), root)
     app.add_html_math_renderer("mathml", (mathml.inline, None), (mathml.block, None))
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", api.explain)

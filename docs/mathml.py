@@ -1,4 +1,5 @@
 """Formulas as MathML, which browsers draw themselves: no script and no font is fetched."""
+
 import re
 
 from docutils import nodes
@@ -19,5 +20,8 @@ def block(self, node):
 
 def tabled(html):
     "A table that a notebook shows, with the formulas in its cells."
-    def cell(m): return re.sub(r"\$([^$]+)\$", lambda formula: convert(formula[1]), m[0])
+
+    def cell(m):
+        return re.sub(r"\$([^$]+)\$", lambda formula: convert(formula[1]), m[0])
+
     return re.sub(r"<t[hd][^>]*>[^<]*</t[hd]>", cell, html)

@@ -1,53 +1,73 @@
 """The code of README.md and of the tutorials, run from top to bottom; `python docs/pages.py` writes what it prints into the tutorials."""
-import ast, contextlib, doctest, io, os, re, subprocess, sys, tempfile
+
+import ast
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-TUTORIALS = sorted((root/"docs/tutorials").glob("*.md"))
-WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"      # there every digit must be the same; elsewhere a decimal may move by POINTS, as in `ega rerun`
-POINTS = 1.
+TUTORIALS = sorted((root / "docs/tutorials").glob("*.md"))
+WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"  # there every digit must be the same; elsewhere a decimal may move by POINTS, as in `ega-paper rerun`
+POINTS = 1.0
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$|\n\n((?:    [^\n]*\n)+))?", re.M | re.S)
 
 
 def blocks(
-    text   # of a Markdown page
-):         # [(language, source, output shown behind it or None)]
+    text,  # of a Markdown page
+):  # [(language, source, output shown behind it or None)]
     "What runs, `python` and `sh`, and what it must print: a `text` block behind it, or an indented one as nbconvert writes it."
-    return [(language, source, output if output is not None else indented) for language, source, output, indented in (m.groups() for m in BLOCK.finditer(text))]
+    return [
+        (language, source, output if output is not None else indented)
+        for language, source, output, indented in (m.groups() for m in BLOCK.finditer(text))
+    ]
 
 
 def python(
-    source,   # of a block
-    space     # names of the blocks before it; changed
-):            # what it prints, and the value of its last line
+    source,  # of a block
+    space,  # names of the blocks before it; changed
+):  # what it prints, and the value of its last line
     "Run a block as a notebook would."
     tree, out = ast.parse(source), io.StringIO()
     last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(out):
         exec(compile(tree, "<page>", "exec"), space)
         value = eval(compile(last, "<page>", "eval"), space) if last else None
-        if value is not None: print(repr(value))
+        if value is not None:
+            print(repr(value))
     return out.getvalue()
 
 
 def shell(
-    source   # of a block
-):           # what it prints
+    source,  # of a block
+):  # what it prints
     "Run a block; of `make` only that the target is there, and `pip` would change the environment it runs in."
-    lines = [f"make -n -C '{root}' {line.split()[1]} > /dev/null" if line.startswith("make ") else line for line in source.splitlines() if not line.startswith("pip ")]
+    lines = [
+        f"make -n -C '{root}' {line.split()[1]} > /dev/null" if line.startswith("make ") else line
+        for line in source.splitlines()
+        if not line.startswith("pip ")
+    ]
     done = subprocess.run(["sh", "-ec", "\n".join(lines)], capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(f"{source}\n{done.stdout}{done.stderr}")
+    if done.returncode:
+        raise RuntimeError(f"{source}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
 def agrees(
-    want, got,   # what a page shows, what came
-    here         # the kind of machine
-):               # bool
+    want,
+    got,  # what a page shows, what came
+    here,  # the kind of machine
+):  # bool
     "Equal but for spaces and `...`; on another kind of machine decimals may move."
     check = doctest.OutputChecker().check_output
-    if check(want, got, SAME) or here == WRITTEN_ON: return check(want, got, SAME)
+    if check(want, got, SAME) or here == WRITTEN_ON:
+        return check(want, got, SAME)
     a, b = (re.findall(r"-?\d+\.\d+", text) for text in (want, got))
     masked = [re.sub(r"[-+]?\d+\.\d+", "#", text) for text in (want, got)]
     return check(*masked, SAME) and len(a) == len(b) and all(abs(float(p) - float(q)) <= POINTS for p, q in zip(a, b))
@@ -55,43 +75,57 @@ def agrees(
 
 @contextlib.contextmanager
 def clone(
-    folder   # an empty one
+    folder,  # an empty one
 ):
     "Inside of what looks like a clone, with `ega` on the path, and with the two files that the first page takes for granted."
     import numpy as np
+
     from ega import read_pack
-    from ega.runs import METHODS
-    for name in ("data", "nbs", "paper"): (folder/name).symlink_to(root/name)
-    (folder/"bin").mkdir()
-    (folder/"bin/ega").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m ega \"$@\"\n")
-    (folder/"bin/ega").chmod(0o755)
-    es = read_pack(root/"data/packs/clinc150__all_minilm_l6_v2.parquet")
+    from ega.methods import METHODS
+
+    for name in ("data", "nbs", "paper"):
+        (folder / name).symlink_to(root / name)
+    (folder / "bin").mkdir()
+    (folder / "bin/ega").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m ega \"$@\"\n")
+    (folder / "bin/ega").chmod(0o755)
+    es = read_pack(root / "data/packs/clinc150__all_minilm_l6_v2.parquet")
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
-    np.save(folder/"X.npy", es.x[few])
-    (folder/"labels.csv").write_text("label\n" + "\n".join(es.classes[c] for c in es.y[few]) + "\n")
+    np.save(folder / "X.npy", es.x[few])
+    (folder / "labels.csv").write_text("label\n" + "\n".join(es.classes[c] for c in es.y[few]) + "\n")
     before, methods = dict(os.environ), dict(METHODS)
-    os.environ.update(PATH=f"{folder/'bin'}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(root), OMP_NUM_THREADS="1")
+    os.environ.update(
+        PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(root), OMP_NUM_THREADS="1"
+    )
     try:
-        with contextlib.chdir(folder): yield folder
+        with contextlib.chdir(folder):
+            yield folder
     finally:
-        os.environ.clear(); os.environ.update(before)
-        METHODS.clear(); METHODS.update(methods)                       # a page may add one
+        os.environ.clear()
+        os.environ.update(before)
+        METHODS.clear()
+        METHODS.update(methods)  # a page may add one
 
 
 def prints(
-    text   # of a page; in a clone
-):         # iterator of (source, output shown or None, what came)
+    text,  # of a page; in a clone
+):  # iterator of (source, output shown or None, what came)
     "Run a page."
     space = {}
-    for language, source, want in blocks(text): yield source, want, python(source, space) if language == "python" else shell(source)
+    for language, source, want in blocks(text):
+        yield source, want, python(source, space) if language == "python" else shell(source)
 
 
 if __name__ == "__main__":
-    from ega.runs import machine
+    from ega.experiments.runs import platform_tag
+
     for page in TUTORIALS:
-        with tempfile.TemporaryDirectory() as folder, clone(Path(folder)): came = [got for _, _, got in prints(page.read_text())]
+        with tempfile.TemporaryDirectory() as folder, clone(Path(folder)):
+            came = [got for _, _, got in prints(page.read_text())]
+
         def renewed(m, came=iter(came)):
             got = next(came)
-            if m[3] is None or agrees(m[3], got, machine()): return m[0]
+            if m[3] is None or agrees(m[3], got, platform_tag()):
+                return m[0]
             return f"```{m[1]}\n{m[2]}```\n\n```text\n{got.rstrip()}\n```"
+
         page.write_text(BLOCK.sub(renewed, page.read_text()))

@@ -1,4 +1,5 @@
 """What all tests share: slow and GPU tests are skipped aloud, generated cases are the same in every run, and what is counted stands in README.md."""
+
 import os
 import re
 from pathlib import Path
@@ -6,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("MPLBACKEND", "agg")                            # no window; nbval, which does not come here, draws inline
-settings.register_profile("ega", deadline=None, derandomize=True)    # a busy machine is no failure
+os.environ.setdefault("MPLBACKEND", "agg")  # no window; nbval, which does not come here, draws inline
+settings.register_profile("ega", deadline=None, derandomize=True)  # a busy machine is no failure
 settings.load_profile("ega")
 PAGE = Path(__file__).with_name("README.md")
 ROW = re.compile(r"^\| (.+) \| ([\d,]+) \|$", re.M)
@@ -16,23 +17,29 @@ COUNTED = pytest.StashKey()
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too, and fuzz longer")
-    parser.addoption("--counts", action="store_true", help="write what is counted into tests/README.md instead of comparing it")
+    parser.addoption(
+        "--counts", action="store_true", help="write what is counted into tests/README.md instead of comparing it"
+    )
 
 
-def pytest_configure(config): config.stash[COUNTED] = {}
+def pytest_configure(config):
+    config.stash[COUNTED] = {}
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
         if "gpu" in item.keywords:
             import torch
-            if not torch.cuda.is_available(): item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def table(
-    page=PAGE   # a file with rows `| what | how many |`
-):              # dict: what -> how many
+    page=PAGE,  # a file with rows `| what | how many |`
+):  # dict: what -> how many
     "The counts that a page shows."
     return {name: int(n.replace(",", "")) for name, n in ROW.findall(page.read_text())}
 
@@ -40,18 +47,28 @@ def table(
 @pytest.fixture
 def count(request):
     "count(what, n): what a test has counted must be what tests/README.md says; longer runs (--slow) count more, and are not compared."
+
     def note(what, n):
         config = request.config
-        if config.getoption("--slow"): return
-        if config.getoption("--counts"): config.stash[COUNTED][what] = n; return
-        assert table().get(what) == n, f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is meant: pytest tests/test_fuzz.py tests/test_properties.py tests/test_reliability.py --counts"
+        if config.getoption("--slow"):
+            return
+        if config.getoption("--counts"):
+            config.stash[COUNTED][what] = n
+            return
+        assert table().get(what) == n, (
+            f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is meant: pytest tests/test_fuzz.py tests/test_properties.py tests/test_reliability.py --counts"
+        )
+
     return note
 
 
 def pytest_sessionfinish(session, exitstatus):
     counted = session.config.stash[COUNTED]
-    if not counted or exitstatus: return
+    if not counted or exitstatus:
+        return
     text = PAGE.read_text()
-    rows = "".join(f"| {what} | {n:,} |\n" for what, n in (table() | counted).items())      # what this run did not count stays
+    rows = "".join(
+        f"| {what} | {n:,} |\n" for what, n in (table() | counted).items()
+    )  # what this run did not count stays
     begin, end = text.index("| counted | in the default run |"), text.rindex("|\n") + 2
     PAGE.write_text(text[:begin] + "| counted | in the default run |\n| --- | ---: |\n" + rows + text[end:])

@@ -1,11 +1,16 @@
 """`make quick`, `make test`, `make check`: the checks of the repository, one after the other, each with its time; all run even if one fails or hangs."""
-import os, shutil, subprocess, sys, time
+
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 bin_ = Path(sys.executable).parent
-LIMIT = 2400      # seconds until a step counts as hung; the longest took 550 on two quiet cores, 780 beside other work
-form = ["tests/test_layers.py", "tests/test_notebooks.py", "tests/test_tree.py"]
+LIMIT = 2400  # seconds until a step counts as hung; the longest took 550 on two quiet cores, 780 beside other work
+form = [f"tests/repository/test_{name}.py" for name in ("layers", "notebooks", "tree")]
 
 QUICK = {
     "modules in sync with the notebooks": ["python", "tests/sync.py"],
@@ -26,8 +31,13 @@ CHECK = TEST | {
 
 def environment():
     "Two workers on two cores: one thread each. No network; commands of this Python first."
-    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-            **{k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}, "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}"}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        **{k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"},
+        "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
 
 
 def run(steps):
@@ -36,12 +46,25 @@ def run(steps):
     for i, (name, command) in enumerate(steps.items(), 1):
         print(f"[{i}/{len(steps)}] {name}", flush=True)
         t = time.perf_counter()
-        try: result = "FAILED" if subprocess.run([shutil.which(command[0], path=environment()["PATH"]), *command[1:]], cwd=root, env=environment(), timeout=LIMIT).returncode else "ok"
-        except subprocess.TimeoutExpired: result = "HUNG"
-        if result != "ok": failed.append(name)
+        try:
+            result = (
+                "FAILED"
+                if subprocess.run(
+                    [shutil.which(command[0], path=environment()["PATH"]), *command[1:]],
+                    cwd=root,
+                    env=environment(),
+                    timeout=LIMIT,
+                ).returncode
+                else "ok"
+            )
+        except subprocess.TimeoutExpired:
+            result = "HUNG"
+        if result != "ok":
+            failed.append(name)
         print(f"      {result}, {time.perf_counter() - t:.1f} s\n", flush=True)
     print(f"{len(steps) - len(failed)} of {len(steps)} steps passed in {time.perf_counter() - start:.0f} s")
-    for name in failed: print(f"  failed: {name}")
+    for name in failed:
+        print(f"  failed: {name}")
     return failed
 
 

@@ -1,0 +1,1 @@
+"""Tools that reproduce the experiments of the report and compare methods. The library never imports them."""

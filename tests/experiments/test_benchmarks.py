@@ -1,0 +1,464 @@
+"""The race: does it measure what it says, in the order it says, the same work for all; and does it end cleanly when something breaks?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from bench_contenders import breaking, dying, faulty, noting, threads_seen
+
+from ega import cli
+from ega.adapters import ReleasedEGA
+from ega.arrays import InputError
+from ega.datasets import patch_torchvision
+from ega.experiments import benchmarks, harness
+from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets, triplet_active_ratio
+
+SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=0.6, lr=1e-4)
+
+
+def group(*setups, reference=None):
+    return harness.Group(
+        "test", "call", reference or setups[0].__name__, None, {f.__name__: f for f in setups}, ({},), ({},), 2
+    )
+
+
+def alive(pid):
+    "Whether a process runs; a zombie does not."
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid):
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(p) for p in done]
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    "The harness raced against itself."
+    frame = pd.DataFrame(
+        harness.run_group(
+            harness.SELF_CHECKS, harness.SELF_CHECKS.sizes[0], repeats=2, folder=tmp_path_factory.mktemp("checks")
+        )
+    )
+    return frame.set_index("contender")
+
+
+def test_time_cpu_and_memory_are_what_they_should_be(checked):
+    assert checked.wall_s["sleeping"].between(0.05, 0.5).all() and (checked.cpu_s["sleeping"] < 0.02).all()
+    assert (checked.cpu_s["spinning"] >= 0.05).all() and (checked.wall_s["spinning"] > 0.045).all()
+    if not checked.peak_rss_mb["sleeping"].isna().any():
+        assert 190 < checked.peak_rss_mb["holding"].min() - checked.peak_rss_mb["sleeping"].max() < 260
+
+
+def test_a_missing_package_is_listed_with_its_cure(checked):
+    assert (
+        checked.status["absent"]
+        == "this needs the package 'no_such_package'; install it with: pip install 'ega[bench]'"
+    )
+    frame = checked.reset_index().assign(group="checks", floor=None)
+    text = harness.format_ratios(frame)
+    assert (
+        "absent" in text
+        and "not installed: pip install 'ega[bench]'" in text
+        and max(map(len, text.splitlines())) <= 80
+    )
+
+
+def test_contenders_take_turns_in_processes_of_their_own(tmp_path):
+    g = harness.Group("test", "call", "a", None, {"a": noting, "b": noting, "c": noting}, ({},), ({},))
+    rows = harness.run_group(g, {}, repeats=3, folder=tmp_path)
+    pids = (tmp_path / "order.txt").read_text().split()
+    name = dict(zip(pids[:3], "abc"))  # the warm-up
+    assert len(name) == 3 and str(os.getpid()) not in name
+    assert "".join(name[p] for p in pids[3:]) == "abcbcacab" == "".join(r["contender"] for r in rows)
+    assert [r["repeat"] for r in rows] == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_in_a_smoke_run_one_process_hosts_all(tmp_path):
+    host = harness.Worker(tmp_path, 1)
+    g = harness.Group(
+        "test", "call", "a", None, {"a": noting, "b": noting, "absent": harness.not_installed}, ({},), ({},)
+    )
+    try:
+        rows = harness.run_group(g, {}, repeats=1, folder=tmp_path, host=host)
+    finally:
+        host.close()
+    assert len(set((tmp_path / "order.txt").read_text().split())) == 1 and [r["status"] == "ok" for r in rows] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_threads_are_fixed_before_the_process_starts(tmp_path):
+    assert harness.run_group(group(threads_seen), {}, threads=3, repeats=1, folder=tmp_path)[0]["rho"] == 3
+    (row,) = harness.run_group(group(threads_seen), {"threads": 2}, threads=3, repeats=1, folder=tmp_path)
+    assert row["rho"] == row["threads"] == 2
+
+
+@pytest.mark.parametrize(
+    "setup, words",
+    [
+        (breaking, "'breaking' ended with exit code 1.*no apples today"),
+        (dying, "'dying' ended with exit code 7"),
+        (faulty, "No module named 'ega.no_such_part'"),
+    ],
+)
+def test_a_crash_is_named_and_leaves_no_process(tmp_path, setup, words):
+    with pytest.raises(RuntimeError, match=words):
+        harness.run_group(
+            group(harness.sleep_contender, setup), {"seconds": 0.01, "fruit": "apples"}, repeats=1, folder=tmp_path
+        )
+    assert not [p for p in children(os.getpid()) if alive(p)]
+
+
+def test_a_killed_race_leaves_no_process_and_no_folder(tmp_path):
+    code = """if True:
+        import sys, tempfile; sys.path.insert(0, {tests!r})
+        from ega.experiments import benchmarks, harness; import bench_contenders as t
+        benchmarks.GROUPS["slow"] = harness.Group("slow", "call", "a", None, {{"a": harness.sleep_contender, "b": t.slow}}, ({{"seconds": .01}},), ())
+        benchmarks.write_results(benchmarks.run_benchmarks(["slow"]), {out!r})""".format(
+        tests=str(Path(__file__).parent), out=str(tmp_path / "out")
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        end = time.monotonic() + 60
+        while len(started := children(parent.pid)) < 2:
+            assert parent.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(1)
+        assert len(list(tmp_path.iterdir())) == 1
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    end = time.monotonic() + 20
+    while any(map(alive, started)) or any(tmp_path.iterdir()):
+        assert time.monotonic() < end, (started, list(tmp_path.iterdir()))
+        time.sleep(0.1)
+
+
+# -- the same work -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return benchmarks.benchmark_data(SMALL, tmp_path_factory.mktemp("ground"))
+
+
+def gradient(adapter, loss):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter.parameters())])
+
+
+def blocks(start):
+    "The rivals' block and ours, with the warmed-up weights."
+    ours = ReleasedEGA(32, hidden=64, gen=torch.Generator())
+    ours.load_state_dict(start.state)
+    return benchmarks.torch_released_ega(32, 64, start.state), ours
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+def assert_same(*gradients):
+    "Equal to 1e-5 of the largest entry: float32 sums of some hundred terms in another order."
+    first = gradients[0]
+    assert first.abs().max() > 1e-4
+    for g in gradients[1:]:
+        assert (g - first).abs().max() < 1e-5 * first.abs().max()
+
+
+def test_whole_set_forms_have_one_gradient(start):
+    from ega.training import dataset_triplet_objective
+
+    rows, index = torch.arange(0, 240, 3), class_index(start.y)
+    t = random_dataset_triplets(index, rows, gen=seeded())
+
+    class Given(benchmarks.ItemTriplets):
+        def draw(self, i):
+            j = t.a.tolist().index(i)
+            return t.p[j], t.n[j]
+
+    (apn,) = torch.utils.data.DataLoader(Given(start.x, start.y.numpy()), batch_size=80, sampler=rows.tolist())
+    plain, ours = blocks(start)
+    assert_same(
+        gradient(plain, benchmarks.per_item_loss(start)(plain, apn, None)),
+        gradient(plain, benchmarks.whole_set_loss(start)(plain, rows, seeded())),
+        gradient(ours, dataset_triplet_objective(0.6, index)(ours, start.x, start.y, rows, seeded()).loss),
+    )
+
+
+def test_in_batch_forms_have_one_gradient(start):
+    from pytorch_metric_learning import losses, reducers
+
+    from ega.training import batch_triplet_objective
+
+    rows = torch.arange(0, 240, 2)
+    t, (plain, ours) = random_batch_triplets(start.y[rows], gen=seeded()), blocks(start)
+    z = plain(start.x[rows])
+    pml = losses.TripletMarginLoss(margin=0.6, reducer=reducers.MeanReducer())
+    assert_same(
+        gradient(ours, batch_triplet_objective(0.6)(ours, start.x, start.y, rows, seeded()).loss),
+        gradient(plain, torch.nn.TripletMarginLoss(margin=0.6)(z[t.a], z[t.p], z[t.n])),
+        gradient(plain, pml(plain(start.x[rows]), start.y[rows], tuple(t))),
+    )
+
+
+def test_supcon_forms_have_one_gradient(start):
+    from pytorch_metric_learning.losses import SupConLoss
+
+    from ega.losses import supcon
+
+    plain, ours = blocks(start)
+    rows, y = start.x[::2], start.y[::2]
+    assert_same(
+        gradient(ours, supcon(ours(rows), y, tau=0.07)),
+        gradient(plain, benchmarks._supcon(plain(rows), y)),
+        gradient(plain, SupConLoss(temperature=0.07)(plain(rows), y)),
+    )
+
+
+def test_rivals_do_not_get_the_sparse_backward(start):
+    plain, ours = blocks(start)
+    assert type(plain.branch[0]) is torch.nn.Linear and not isinstance(plain.branch, type(ours.branch))
+    assert plain.training and torch.allclose(plain(start.x), ours(start.x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "per_item",
+        "torch_whole_set",
+        "torch_in_batch",
+        "torch_supcon",
+        "pml_one",
+        "pml_all",
+        "pml_supcon",
+        "pml_trainer",
+        "ega_whole_set",
+        "ega_in_batch",
+        "ega_supcon",
+    ],
+)
+def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypatch, name):
+    "Each repeat begins at the warmed-up weights and moves them by about the learning rate a step: no contender idles."
+    made, block = [], benchmarks.torch_released_ega
+    monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
+
+    class Ours(ReleasedEGA):
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+            made.append(self)
+
+    monkeypatch.setattr("ega.adapters.ReleasedEGA", Ours)
+    torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
+    job = getattr(benchmarks, name)(SMALL, tmp_path)
+    job.before()
+    assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())
+    told = job.work()
+    moved = max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items())
+    assert 1e-4 < moved < 1e-3 and job.units in (3, 3.75)
+    if name.startswith("ega_"):
+        assert 0 < told["rho"] <= 1
+
+
+@pytest.mark.parametrize("name", ["st_whole_set", "st_in_batch"])
+def test_sentence_transformers_trains_the_same_block(tmp_path, start, monkeypatch, name):
+    patch_torchvision()  # a broken one would keep sentence-transformers from being imported
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made, block = [], benchmarks.torch_released_ega
+    monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
+    torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
+    job = getattr(benchmarks, name)(SMALL, tmp_path)
+    job.before()
+    job.work()
+    job.before()
+    assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())  # every repeat starts afresh
+    job.work()
+    assert 1e-4 < max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items()) < 1e-3
+
+
+def test_released_form_draws_as_released():
+    items = benchmarks.ItemTriplets(torch.eye(6), np.array([0, 0, 1, 1, 2, 2]))
+    drawn = np.array([items.draw(0) for _ in range(300)])
+    assert set(drawn[:, 0]) == {0, 1} and set(drawn[:, 1]) == {2, 3, 4, 5}  # the anchor may be its own positive
+    assert all(torch.equal(a, torch.eye(6)[4]) for a in items[4][:1])
+
+
+def test_active_ratio_is_in_the_paper_s_regime(tmp_path):
+    "At full size (some seconds): a few percent after the warm-up, as on Aircraft."
+    size = benchmarks._AIRCRAFT | {"hidden": 512}
+    full = benchmarks.benchmark_data(size, tmp_path)
+    t = random_dataset_triplets(class_index(full.y), torch.arange(2664), gen=seeded())
+    with torch.no_grad():
+        z = benchmarks.torch_released_ega(512, 512, full.state)(full.x)
+    assert 0.005 < triplet_active_ratio(z, t, 0.2).rho <= 0.05
+
+
+@pytest.mark.parametrize("rho", [0.05, 0.3, 1.0])
+def test_margin_for_opens_the_share_asked_for(start, rho):
+    t = random_dataset_triplets(class_index(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
+    assert abs(triplet_active_ratio(z, t, benchmarks.margin_for(start, rho)).rho - rho) < 0.01
+
+
+def test_floors_count_what_a_step_touches(start):
+    "Against brute force on the first step of the epoch that is replayed."
+    for draw in (benchmarks._whole_set_draw(start), benchmarks._in_batch_draw(start)):
+        steps = benchmarks.count_loop(start, draw)
+        gen = torch.Generator().manual_seed(1)
+        rows = torch.randperm(240, generator=gen).split(64)[0]
+        t, forward = draw(rows, gen)
+        with torch.no_grad():
+            z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
+        still = [i for i in range(len(t.a)) if (z[t.a[i]] - z[t.p[i]]).norm() + 0.6 > (z[t.a[i]] - z[t.n[i]]).norm()]
+        touched = {int(part[i]) for part in t for i in still}
+        assert steps[0] == (len(set(forward.tolist())), len(touched)) and len(steps) == 4
+
+
+def test_search_contenders_find_the_same():
+    faiss = pytest.importorskip("faiss")
+    size = {"n": 400, "d": 16, "queries": 30}
+    xb, xq = benchmarks._gallery(size)
+    D, I = benchmarks.faiss_loo(size, None).work()
+    from ega.search import ivf_sweep, loo_knn
+
+    assert (loo_knn(xb, 10, device="cpu").I == I).mean() > 0.99  # ties alone may differ
+    swept = ivf_sweep(xq, xb, nlist=10, nprobes=(1, 5), k=10, device="cpu")
+    index = benchmarks._inverted(faiss, xb)
+    for p in (1, 5):
+        index.nprobe = p
+        assert (index.search(xq, 10)[1] == swept[p].I).mean() > 0.99
+
+
+# -- ratios, table, command --------------------------------------------------------------------------------
+
+
+def worked():
+    "Two rounds: plain 2 and 1.5 s a unit; quick .5 and .25; halves 1 and 1.5."
+    rows = [
+        ("plain", 0, 8.0, 4.0),
+        ("plain", 1, 6.0, 4.0),
+        ("quick", 0, 2.0, 4.0),
+        ("quick", 1, 1.0, 4.0),
+        ("halves", 0, 2.0, 2.0),
+        ("halves", 1, 3.0, 2.0),
+    ]
+    frame = pd.DataFrame(rows, columns=["contender", "repeat", "wall_s", "work"])
+    return frame.assign(
+        cpu_s=frame.wall_s * 2,
+        peak_rss_mb=[100, 100, 50, 50, 200, 200],
+        group="g",
+        size="{}",
+        reference="plain",
+        floor="quick",
+        status="ok",
+        title="two rounds",
+        unit="call",
+        threads=1,
+        rho=np.nan,
+    )
+
+
+def test_ratios_are_formed_inside_a_round():
+    r = ratios = harness.ratios(worked()).set_index("contender")
+    assert np.allclose(r.speed, [1, 5, 1.5]) and np.allclose([r.low["quick"], r.high["quick"]], [4.5, 5.5])  # 4 and 6
+    assert (
+        np.allclose(r.cpu, [1, (1 / 4 + 1 / 6) / 2, 0.75])
+        and np.allclose(r.memory, [1, 0.5, 2])
+        and np.allclose(r.over_floor, [5, 1, 4])
+    )
+    assert ratios.rounds.tolist() == [2] * 3 and (harness.ratios(worked(), "halves").reference == "halves").all()
+
+
+def test_ratios_without_the_reference_are_missing_not_wrong():
+    frame = worked()
+    gone = frame[frame.contender != "plain"]
+    absent = frame.iloc[[0]].assign(
+        repeat=-1, status="this needs the package 'x'; install it with: pip install 'ega[bench]'", wall_s=np.nan
+    )
+    r = harness.ratios(pd.concat([absent, gone])).set_index("contender")
+    assert (
+        r.speed.isna().all()
+        and np.allclose(r.over_floor[["quick", "halves"]], [1, 4])
+        and "not installed" in harness.format_ratios(pd.concat([absent, gone]))
+    )
+
+
+def test_registry_is_whole():
+    for name, g in benchmarks.GROUPS.items():
+        assert {g.reference} | ({g.floor} - {None}) <= set(g.contenders) and g.sizes and g.quick and g.repeats >= 3, (
+            name
+        )
+        assert all(len(n) <= 24 for n in g.contenders) and all(
+            getattr(benchmarks, f.__name__) is f for f in g.contenders.values()
+        )
+
+
+@pytest.mark.parametrize("wrong", [dict(only=["grid"]), dict(threads=0), dict(threads=True)])
+def test_wrong_requests(wrong):
+    with pytest.raises(InputError):
+        benchmarks.run_benchmarks(**wrong)
+
+
+def test_the_machine_is_described():
+    about = benchmarks.describe_machine()
+    assert (
+        about["cores"] >= 1
+        and about["memory_gb"] > 0
+        and about["cpu"]
+        and "torch" in json.loads(about["versions"])
+        and "torch" in about["machine"]
+    )
+
+
+def test_command_smokes_every_contender(tmp_path, capsys):
+    "`ega-paper bench --quick`; on two free cores half a minute."
+    begun = time.monotonic()
+    assert cli.main(["bench", "--quick", "--out", str(tmp_path / "out")]) == 0
+    seconds, out = time.monotonic() - begun, capsys.readouterr().out
+    frame = pd.read_parquet(tmp_path / "out/speed.parquet")
+    assert set(frame.group) == set(benchmarks.GROUPS) and all(
+        c in out for g in benchmarks.GROUPS.values() for c in g.contenders
+    )
+    assert set(frame[frame.status != "ok"].contender) <= {
+        "PML",
+        "PML, trainer",
+        "PML, one an anchor",
+        "PML, all triplets",
+        "sentence-transformers",
+        "in turn",
+        "ega",
+        "encoder alone",
+    }
+    assert (
+        (frame[frame.status == "ok"].wall_s > 0).all()
+        and max(map(len, out.splitlines()[:-1])) <= 80
+        and [p.name for p in (tmp_path / "out").iterdir()] == ["speed.parquet"]
+    )
+    assert seconds < 60 * max(
+        1, os.getloadavg()[0] / len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    )
+
+
+def test_command_gives_ratios_as_json(tmp_path, capsys):
+    assert cli.main(["bench", "--quick", "--only", "exact", "--json", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    rows = json.loads(said.out)
+    assert {r["contender"] for r in rows} == {"FAISS", "ega"} and "4 rows" in said.err
+    assert cli.main(["bench", "--only", "grid"]) == 2

@@ -1,0 +1,721 @@
+"Configurations, splits, the store under kills and concurrency, and the summary against a loop, on small packs made here."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_benchmarks import alive, children
+
+from ega import search
+from ega.arrays import InputError, normalize
+from ega.experiments import grids, runs
+from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
+from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_sets
+from ega.experiments.runs import RunConfig, build_config, run_experiment
+from ega.experiments.summary import choose_settings, provenance, summarize
+from ega.methods import METHODS, fit_method, parse_config
+from ega.metrics import negative_cosine_std
+from ega.packs import EmbeddingSet, pack_path, write_pack
+from ega.testing import simplex_vertices
+
+BUDGET = dict(hidden=16, epochs=2)
+
+
+def make_packs(root):
+    "One small pack for each that a benchmark names, with clusters, train and test rows and a few unlabelled rows."
+    rng = np.random.default_rng(0)
+    for name, encoder in {(n, b.encoder) for b in BENCHMARKS.values() for n in (b.train, b.unseen)}:
+        classes = 10 if name == "cifar10" else 12
+        y = np.r_[np.arange(180) % classes, [-1] * 7]
+        x = normalize(rng.normal(size=(187, 12)) + 0.7 * rng.normal(size=(classes + 1, 12))[y])
+        split = np.where(np.arange(187) // classes % 2, "train", "test")
+        write_pack(
+            EmbeddingSet(x, y, split=split, meta={"set": name, "encoder": encoder}), pack_path(name, encoder, root)
+        )
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("packs")
+    make_packs(root)
+    return root
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+@pytest.mark.parametrize("split_seed", [42, 0])
+def test_unseen_splits_are_disjoint_in_rows_and_classes(packs, benchmark, split_seed):
+    config = build_config("unseen", benchmark, "frozen", split_seed=split_seed)
+    es, other = load_sets(config, packs)
+    s, b = build_split(config, es, other), BENCHMARKS[benchmark]
+    assert (es.y >= 0).all() and (other.y >= 0).all()
+    assert not np.intersect1d(s.fit, s.seen_queries).size and set(es.y[s.seen_queries]) <= set(es.y[s.fit])
+    if b.train == b.unseen:
+        assert not set(es.y[s.fit]) & set(other.y[s.unseen_queries]) and len(set(es.y[s.fit])) == round(0.8 * 12)
+    if b.own_split:
+        assert set(es.split[s.fit]) == set(other.split[s.unseen_gallery]) == {"train"} and set(
+            other.split[s.unseen_queries]
+        ) == set(es.split[s.seen_queries]) == {"test"}
+    else:
+        assert np.array_equal(s.unseen_gallery, s.unseen_queries)
+
+
+def test_in_distribution_split_has_three_disjoint_parts_of_every_class(packs):
+    config = build_config("in_distribution", "cub100", "frozen")
+    es, other = load_sets(config, packs)
+    s = build_split(config, es, other)
+    parts = [s.fit, s.seen_gallery, s.seen_queries]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(180)) and all(set(es.y[p]) == set(es.y) for p in parts)
+    assert abs(len(s.fit) / 180 - 0.5) < 0.05
+
+
+def test_run_id_is_the_whole_configuration():
+    base = build_config("unseen", "cub100", "supcon_preserve", **BUDGET)
+    changed = [
+        replace(base, seed=1),
+        replace(base, split_seed=1),
+        replace(base, benchmark="tiny200"),
+        replace(base, loss=replace(base.loss, lam=9.0)),
+        replace(base, train=replace(base.train, lr=2e-4)),
+        replace(base, adapter=replace(base.adapter, hidden=17)),
+        replace(base, task="in_distribution"),
+    ]
+    assert len({c.run_id for c in (base, *changed)}) == len(changed) + 1
+    assert parse_config(RunConfig, json.loads(json.dumps(dict(vars(base)), default=vars))).run_id == base.run_id
+
+
+def test_unknown_names_are_refused(packs):
+    for change, words in (
+        (dict(benchmark="x"), "benchmark must be one of"),
+        (dict(method="x"), "method must be one of"),
+        (dict(method="supcon tau=warm"), "name=number, got 'tau=warm'"),
+        (dict(method="supcon tau"), "name=number"),
+    ):
+        with pytest.raises(InputError, match=words):
+            build_config(**(dict(task="unseen", benchmark="cub100", method="ega_paper") | change))
+    with pytest.raises(InputError, match="no field"):
+        parse_config(RunConfig, {"methd": "ega"})
+    base = build_config("unseen", "cub100", "ega_paper", **BUDGET)
+    for bad, words in (
+        (replace(base, task="x"), "task"),
+        (replace(base, adapter=replace(base.adapter, kind="x")), "adapter kind"),
+        (replace(base, loss=replace(base.loss, kind="x")), "loss kind"),
+        (replace(base, loss=replace(base.loss, sampler="x")), "sampler"),
+        (replace(base, adapter=replace(base.adapter, init_transform="x")), "init_transform"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run_experiment(bad, packs, device="cpu")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method):
+    rows = run_experiment(build_config("unseen", "cub100", method, **BUDGET), packs, device="cpu").set_index(
+        "query_set"
+    )
+    assert list(rows.index) == ["seen", "unseen"]
+    for _, r in rows.iterrows():
+        assert len(r["query"]) == len(r.hit) == len(r.neighbour) == len(r.ivf_ar) == r.n and np.isclose(
+            r.hit.mean(), r.lp_at_1, atol=1e-6
+        )
+        es, other = load_sets(parse_config(RunConfig, json.loads(r.config)), packs)
+        assert np.array_equal(other.y[r["query"]], r.query_class)
+        if method != "no_residual":
+            assert np.isclose(
+                (other.y[r.neighbour] == r.query_class).mean(), r.lp_at_1, atol=0.03
+            )  # its two points are ties: the first neighbour is any
+    assert not (rows.loc["unseen", "neighbour"] == rows.loc["unseen", "query"]).any()
+    assert len(rows.active_ratio_history.iloc[0]) == (BUDGET["epochs"] if METHODS[method].loss else 0)
+
+
+@pytest.mark.parametrize("crowd", [1, 30])
+@pytest.mark.parametrize("k", [1, 3])
+def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatch):
+    "Neighbours in the other folds are read from the neighbours among all rows; crowds of 30 twins of one fold leave none there, so these are searched again."
+    from ega.search import SearchConfig
+
+    rng = np.random.default_rng(0)
+    y = rng.integers(5, size=240 // crowd)
+    x = np.repeat(normalize(rng.normal(size=(len(y), 6)) + np.eye(6)[y]), crowd, 0)
+    fold = np.repeat(np.arange(len(y)) % 4, crowd) if crowd > 1 else rng.integers(4, size=240)
+    y, index, searched = np.repeat(y, crowd), SearchConfig("ivf", k, 6, 2), []
+    monkeypatch.setattr(runs, "row_split", lambda *a, **kw: [np.flatnonzero(fold == f) for f in range(4)])
+    monkeypatch.setattr(runs, "knn", lambda xq, xb, k: searched.append(len(xq)) or search.knn(xq, xb, k))
+    got = runs.evaluate_leave_one_out(x, y, index, 4, None)
+    again, searched[:] = sum(searched), []
+    for f in range(4):
+        q, b = np.flatnonzero(fold == f), np.flatnonzero(fold != f)
+        v = runs.evaluate_settings(x[q], x[b], y[q], y[b], Protocol(index=index))[index]
+        assert np.allclose(got.ivf_hit[q], v.ivf_hit) and np.allclose(got.ivf_ar[q], v.ivf_ar)
+    assert sum(searched) == 240 and again == (240 if crowd > 1 else 0)
+    assert 0 < got.ivf_ar.mean() < 1 or crowd > 1
+
+
+def test_frozen_leave_one_out_is_brute_force(packs):
+    r = (
+        run_experiment(build_config("unseen", "tiny200>cifar10", "frozen"), packs, device="cpu")
+        .set_index("query_set")
+        .loc["unseen"]
+    )
+    _, other = load_sets(build_config("unseen", "tiny200>cifar10", "frozen"), packs)
+    s = other.x @ other.x.T
+    np.fill_diagonal(s, -9)
+    assert np.isclose((other.y[s.argmax(1)] == other.y).mean(), r.lp_at_1, atol=1e-6) and r.displacement == 0
+
+
+def test_same_configuration_same_digits_in_any_process(packs, tmp_path):
+    configs = [build_config("unseen", "grocery", m, **BUDGET) for m in ("ega_paper", "supcon", "lora_triplet")]
+    a, b = ResultStore(tmp_path / "a", "unseen"), ResultStore(tmp_path / "b", "unseen")
+    assert (
+        run_grid(configs, a, packs, workers=2, progress=False) == 3
+        and run_grid(configs[::-1], b, packs, workers=1, progress=False) == 3
+    )
+    a.seal(), b.seal()
+    for column in ("run_id", "query_set", "lp_at_1", "ar_at_1", "displacement"):
+        assert a.read()[column].equals(b.read()[column])
+    for column in ("hit", "neighbour", "loss_history"):
+        assert all(np.array_equal(p, q) for p, q in zip(a.read()[column], b.read()[column]))
+    assert run_grid(configs, a, packs, progress=False) == 0 and not a.parts.exists()
+
+
+GRID = textwrap.dedent("""
+    import sys
+    sys.path.insert(0, {tests!r})
+    from test_runs import *
+    if __name__ == "__main__":
+        grid = Grid("unseen", ("cub100", "grocery"), methods=("frozen", "wccn", "ega_released", "supcon", "ega_paper"), hidden=16, epochs=40, splits=(42,), seeds=(0, 1))
+        store = Store({results!r}, "unseen")
+        print(run_grid(list(grid.configs()), store, {packs!r}, workers=2, progress=False), len(store.ids()))
+""")
+
+
+def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
+    script = tmp_path / "grid.py"
+    script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "killed"), packs=str(packs)))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    store, stamps = ResultStore(tmp_path / "killed", "unseen"), {}
+    for kept in (1, 4, 8):
+        process = subprocess.Popen(
+            [sys.executable, str(script)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while len(store.ids()) < kept and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        now = {p.name: p.stat().st_mtime_ns for p in store.parts.glob("*.parquet")}
+        assert stamps.items() <= now.items() and all(
+            len(pd.read_parquet(store.parts / p)) for p in now
+        )  # what was there is untouched and whole
+        stamps = now
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert int(done[1]) == 16 and int(done[0]) <= 16 - len(stamps)
+    whole = ResultStore(tmp_path / "whole", "unseen")
+    grid = Grid(
+        "unseen",
+        ("cub100", "grocery"),
+        methods=("frozen", "wccn", "ega_released", "supcon", "ega_paper"),
+        hidden=16,
+        epochs=40,
+        splits=(42,),
+        seeds=(0, 1),
+    )
+    run_grid(list(grid.configs()), whole, packs, workers=2, progress=False)
+    assert store.read()[["run_id", "query_set", "lp_at_1", "ar_at_1"]].equals(
+        whole.read()[["run_id", "query_set", "lp_at_1", "ar_at_1"]]
+    )
+
+
+STRIKE = textwrap.dedent("""
+    import concurrent.futures, signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)                # a shell's background jobs ignore ctrl-c
+    wait = concurrent.futures.wait
+    def struck(runs, *how):
+        lock = next(iter(runs))._condition
+        lock.acquire(); signal.raise_signal(signal.SIGINT); lock.release()
+        return wait(runs, *how)
+    concurrent.futures.wait = struck
+""")
+
+
+def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
+    "The lock of a run that the pool wants to set free would be left locked, and the pool would wait for ever."
+    script = tmp_path / "grid.py"
+    script.write_text(
+        STRIKE
+        + GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "r"), packs=str(packs))
+        .replace('"frozen", "wccn", ', "")
+        .replace("epochs=40", "epochs=1_000_000")
+    )  # nobody waits for these
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
+
+
+def test_a_worker_computes_with_one_thread():
+    "Whatever the machine has: a run has the same bits however many run beside it."
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        grids._worker(os.getppid())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def made_up(i):
+    return pd.DataFrame(
+        [dict(run_id=f"{i:016x}", query_set="unseen", benchmark="b", method="frozen", config="{}", lp_at_1=0.5)]
+    )
+
+
+def test_what_is_sealed_is_not_added_again(tmp_path):
+    store = ResultStore(tmp_path, "unseen")
+    store.add(made_up(1))
+    store.seal()
+    store.add(made_up(1))
+    assert not store.parts.exists() and len(store.read()) == 1
+
+
+def test_sealing_sweeps_what_the_dead_were_writing_and_nothing_else(tmp_path):
+    "A run that is still trained may be writing its checkpoint just now."
+    store = ResultStore(tmp_path, "unseen")
+    store.add(made_up(1))
+    done, table, open_ = (
+        store.parts / f".{name}.x.tmp"
+        for name in (f"{1:016x}.safetensors", f"{2:016x}.parquet", f"{2:016x}.safetensors")
+    )
+    for p in (done, table, open_):
+        p.write_bytes(b"")
+    store.seal()
+    assert list(store.parts.iterdir()) == [open_]
+
+
+def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
+    script = tmp_path / "grid.py"
+    script.write_text(
+        GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "r"), packs=str(packs)).replace(
+            "epochs=40", "epochs=1_000_000"
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end, store = time.time() + 60, ResultStore(tmp_path / "r", "unseen")
+    while len(store.ids()) < 2 and time.time() < end:
+        time.sleep(0.1)  # both are at work
+    left = children(process.pid)
+    assert len(left) == 3 and all(map(alive, left))  # the third counts what the two share
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end = time.time() + 10
+    while any(map(alive, left)) and time.time() < end:
+        time.sleep(0.1)
+    assert not any(map(alive, left))
+
+
+def test_a_failing_run_stops_the_grid_and_keeps_what_was_done(packs, tmp_path):
+    good, bad = (
+        build_config("unseen", "cub100", "frozen"),
+        replace(
+            build_config("unseen", "cub100", "ega_paper", **BUDGET),
+            loss=replace(METHODS["ega_paper"].loss, sampler="x"),
+        ),
+    )
+    store = ResultStore(tmp_path, "unseen")
+    with pytest.raises(InputError, match="sampler"):
+        run_grid([good, bad], store, packs, workers=1, progress=False)
+    assert store.ids() == {good.run_id}
+
+
+def test_two_processes_may_add_at_once(packs, tmp_path):
+    rows = run_experiment(build_config("unseen", "grocery", "frozen"), packs, device="cpu")
+    a, b = ResultStore(tmp_path, "unseen"), ResultStore(tmp_path, "unseen")
+    a.add(rows)
+    b.add(rows.assign(seconds=9.0))
+    a.add(rows.assign(run_id="f" * 16))
+    a.seal()
+    b.seal()
+    assert len(a.read()) == 4 and a.ids() == {rows.run_id[0], "f" * 16} and not a.parts.exists()
+
+
+def test_a_broken_result_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="no results"):
+        ResultStore(tmp_path, "unseen").read()
+    (tmp_path / "unseen.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(InputError, match="no readable table"):
+        ResultStore(tmp_path, "unseen").read()
+
+
+@pytest.fixture(scope="module")
+def results(packs):
+    return pd.concat(
+        [
+            run_experiment(build_config("unseen", b, m, split_seed=s, seed=t, **BUDGET), packs, device="cpu")
+            for b in ("cub100", "grocery")
+            for m in ("frozen", "supcon")
+            for s in (42, 0)
+            for t in ((0, 1) if m == "supcon" else (0,))
+        ],
+        ignore_index=True,
+    )
+
+
+def test_summary_is_the_mean_over_pairs_of_split_and_query(results):
+    line = (
+        summarize(results, n_boot=50)
+        .query("metric in ('lp_at_1', 'ar_at_1')")
+        .set_index(["query_set", "method", "metric", "benchmark"])
+        .sort_index()
+    )
+    for b in ("cub100", "grocery"):
+        of = {
+            m: results[(results.query_set == "unseen") & (results.benchmark == b) & (results.method == m)]
+            for m in ("frozen", "supcon")
+        }
+        value = {
+            m: np.concatenate([np.mean(np.stack(g.hit.to_list()), 0) for _, g in f.groupby("split_seed")]).mean() * 100
+            for m, f in of.items()
+        }
+        assert np.isclose(line.loc[("unseen", "supcon", "lp_at_1", b)].value, value["supcon"]) and np.isclose(
+            line.loc[("unseen", "supcon", "lp_at_1", b)]["diff"], value["supcon"] - value["frozen"]
+        )
+        assert (
+            line.loc[("unseen", "frozen", "lp_at_1", b)]["diff_low"]
+            == line.loc[("unseen", "frozen", "lp_at_1", b)]["diff_high"]
+            == 0
+        )
+    both = line.loc[("unseen", "supcon", "lp_at_1")].loc[["cub100", "grocery"]]
+    assert np.isclose(line.loc[("unseen", "supcon", "lp_at_1", "mean")].value, both.value.mean()) and np.isclose(
+        line.loc[("unseen", "supcon", "lp_at_1", "worst")]["diff"], both["diff"].min()
+    )
+    assert (line.low <= line.value + 1e-9).all() and (line.value <= line.high + 1e-9).all()
+
+
+def test_summary_interval_is_a_class_then_query_bootstrap(results):
+    "Against a plain loop over classes and queries, within the noise of two independent bootstraps."
+    r = results[
+        (results.query_set == "unseen")
+        & (results.benchmark == "grocery")
+        & (results.method == "supcon")
+        & (results.split_seed == 42)
+    ]
+    only = results[(results.benchmark == "grocery") & (results.split_seed == 42)]
+    line = (
+        summarize(only, n_boot=4000)
+        .query("query_set == 'unseen' and method == 'supcon' and metric == 'lp_at_1'")
+        .iloc[0]
+    )
+    hits, classes, rng = np.mean(np.stack(r.hit.to_list()), 0), r.query_class.iloc[0], np.random.default_rng(1)
+    groups = [hits[classes == c] for c in np.unique(classes)]
+    means = []
+    for _ in range(4000):
+        drawn = [rng.choice(groups[g], len(groups[g])) for g in rng.integers(len(groups), size=len(groups))]
+        means.append(np.concatenate(drawn).mean())
+    assert np.allclose([line.low, line.high], 100 * np.percentile(means, [2.5, 97.5]), atol=2.5)
+
+
+def test_summary_refuses_mixtures(results):
+    for column, value in (("nlist", 100), ("protocol", "released"), ("k", 5)):
+        mixed = results.copy()
+        mixed.loc[0, column] = value
+        with pytest.raises(InputError, match=f"different {column}"):
+            summarize(mixed)
+    with pytest.raises(InputError, match="frozen is missing"):
+        summarize(results[results.method != "frozen"])
+    with pytest.raises(InputError, match="splits of frozen"):
+        summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
+
+
+def test_a_table_names_its_hidden_widths_and_epochs_only_where_runs_have_them(results):
+    untrained, trained = (results[results.method == m] for m in ("frozen", "supcon"))
+    assert "hidden 16, 2 epochs, protocol strict" in provenance(trained) and "hidden 16, 2 epochs" in provenance(
+        results
+    )
+    assert "hidden" not in provenance(untrained) and "epochs" not in provenance(untrained)
+    assert provenance(results).startswith(
+        f"{results.run_id.nunique()} runs: 2 methods on 2 benchmarks, splits 0, 42, seeds 0, 1, "
+    )
+
+
+def test_quick_is_a_part_of_full():
+    for name, grid in GRIDS["quick"].items():
+        assert {c.run_id for c in grid.configs()} <= {c.run_id for c in GRIDS["full"][name].configs()}
+
+
+# ---- what serves the audit
+
+
+def test_closed_and_open_leak_ask_the_same_of_the_same_gallery(packs):
+    "Only the fit rows differ, and the check that all other splits pass refuses the open one."
+    from ega.packs import check_split
+
+    strict, closed, leaky = (
+        build_config("in_distribution", "grocery", "frozen", protocol=p) for p in ("strict", "gallery_fitted", "leaked")
+    )
+    es, other = load_sets(strict, packs)
+    a, b = (build_split(c, es, other) for c in (closed, leaky))
+    assert (
+        np.array_equal(a.seen_queries, b.seen_queries)
+        and np.array_equal(a.seen_gallery, b.seen_gallery)
+        and np.array_equal(a.fit, a.seen_gallery)
+    )
+    assert set(b.fit) == set(a.fit) | set(a.seen_queries) == set(range(len(es))) and not set(a.fit) & set(
+        a.seen_queries
+    )
+    with pytest.raises(InputError, match="fit and seen_queries share"):
+        check_split(b, es.y)
+    assert set(run_experiment(closed, packs).query_set) == set(run_experiment(leaky, packs).query_set) == {
+        "seen"
+    } and set(run_experiment(strict, packs).query_set) == {"seen", "seen_fit_gallery"}
+
+
+def test_a_temperature_that_is_not_named_is_the_spread_of_cosines(packs):
+    config = build_config("unseen", "cub100", "supcon", **BUDGET)
+    es, other = load_sets(config, packs)
+    fit = build_split(config, es, other).fit
+    x, y = es.x[fit], es.y[fit]
+    adapted = [
+        fit_method(replace(config, loss=replace(config.loss, tau=tau)), x, y, device="cpu").history.loss
+        for tau in (None, negative_cosine_std(x, y, np.random.default_rng(0)), 0.07)
+    ]
+    assert np.array_equal(adapted[0], adapted[1]) and not np.array_equal(adapted[0], adapted[2])
+    corners, four = np.repeat(simplex_vertices(4), 5, 0), np.repeat(np.arange(4), 5)
+    assert np.isfinite(
+        fit_method(replace(config, loss=replace(config.loss, tau=None)), corners, four, device="cpu").history.loss
+    ).all()
+
+
+def test_rank_is_of_lora_alone():
+    small, own = (
+        build_config("unseen", "cub100", "lora_triplet", rank=8),
+        build_config("unseen", "cub100", "lora_triplet"),
+    )
+    assert (
+        (small.adapter.rank, own.adapter.rank) == (8, 128)
+        and small.adapter.scale == own.adapter.scale == 2
+        and small.run_id != own.run_id
+    )
+    assert build_config("unseen", "cub100", "ega_paper", rank=8) == build_config("unseen", "cub100", "ega_paper")
+    with pytest.raises(InputError, match="protocol must be one of"):
+        build_config("unseen", "cub100", "ega_paper", protocol="loose")
+
+
+def test_a_sweep_moves_one_setting_and_names_it():
+    grid = Grid("unseen", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,))
+    frozen, *moved = Sweep(grid, (("ega_released", {"margin": (0.05, 0.2)}), ("lora_supcon", {"rank": (8,)}))).configs()
+    assert [c.method for c in moved] == [
+        "ega_released margin=0.05",
+        "ega_released margin=0.2",
+        "lora_supcon rank=8",
+    ] and frozen.method == "frozen"
+    base = build_config("unseen", "cub100", "ega_released", hidden=16, epochs=1)
+    assert (
+        replace(moved[1], method="ega_released") == base
+        and moved[0].loss == replace(base.loss, margin=0.05)
+        and moved[2].adapter.rank == 8
+    )
+    assert len({c.run_id for c in (frozen, *moved, base)}) == 5
+
+
+def test_a_sweep_of_two_dials_goes_through_all_pairs_and_names_read_back():
+    grid = Grid("curve", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,), protocol="held_out")
+    _, *moved = Sweep(grid, (("supcon", {"tau": (0.05, 0.1), "lr": (1e-4, 3e-4)}),)).configs()
+    assert [(c.loss.tau, c.train.lr) for c in moved] == [(0.05, 1e-4), (0.05, 3e-4), (0.1, 1e-4), (0.1, 3e-4)]
+    assert all(build_config("curve", "cub100", c.method, hidden=16, epochs=1, protocol="held_out") == c for c in moved)
+    with pytest.raises(InputError, match="no setting 'margin'"):
+        build_config("unseen", "cub100", "supcon margin=0.1")
+
+
+@pytest.mark.parametrize("benchmark", ["cub100", "grocery", "tiny200>cifar10"])
+def test_held_out_classes_are_seen_ones(benchmark, packs):
+    true, held = (build_config("unseen", benchmark, "frozen", protocol=p) for p in ("strict", "held_out"))
+    es, other = load_sets(held, packs)
+    a, b = build_split(true, *load_sets(true, packs)), build_split(held, es, other)
+    known = set(es.y[a.fit])
+    assert (
+        other is es
+        and not set(es.y[b.fit]) & set(es.y[b.unseen_queries])
+        and set(es.y[b.fit]) | set(es.y[b.unseen_queries]) == known
+    )
+    assert abs(len(set(es.y[b.fit])) - 0.8 * len(known)) < 1
+    if benchmark != "tiny200>cifar10":
+        assert not known & set(es.y[a.unseen_queries])
+
+
+def test_a_curve_ends_where_the_run_does(packs):
+    for method in ("wccn", "lda"):
+        run = run_experiment(build_config("unseen", "grocery", method), packs).set_index("query_set")
+        curve = (
+            run_experiment(build_config("curve", "grocery", method), packs)
+            .set_index(["query_set", "strength"])
+            .sort_index()
+        )
+        frozen = run_experiment(build_config("unseen", "grocery", "frozen"), packs).set_index("query_set")
+        for q in ("seen", "unseen"):
+            assert np.array_equal(curve.loc[(q, 1.0)].hit, run.hit[q]) and np.array_equal(
+                curve.loc[(q, 1.0)]["query"], run["query"][q]
+            )
+            assert np.isclose(curve.loc[(q, 0.5)].within.sum(), 1) and np.isclose(
+                curve.loc[(q, 0.5)]["between"].sum(), 1
+            )
+    zero = run_experiment(build_config("curve", "grocery", "frozen"), packs).set_index("query_set")
+    assert (zero.strength == 0).all() and all(np.array_equal(zero.hit[q], frozen.hit[q]) for q in ("seen", "unseen"))
+
+
+def test_mixing_similarities_is_what_stacking_does():
+    from ega.experiments.runs import _between
+
+    rng = np.random.default_rng(0)
+    x, z = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (rng.normal(size=(7, 5)), rng.normal(size=(7, 3))))
+    e = _between(x, z, 0.3)
+    assert e.shape == (7, 8) and np.allclose(e @ e.T, 0.7 * x @ x.T + 0.3 * z @ z.T, atol=1e-6)
+
+
+def test_the_choice_is_the_best_of_the_held_out_classes():
+    def row(method, strength, seen, unseen, protocol="held_out"):
+        return [
+            dict(benchmark="cub100", method=method, strength=strength, query_set=q, lp_at_1=v, protocol=protocol)
+            for q, v in (("seen", seen), ("unseen", unseen))
+        ]
+
+    rows = (
+        row("frozen", 0.0, 0.5, 0.99)
+        + row("supcon tau=0.1", 0.5, 0.6, 0.8)
+        + row("supcon tau=0.1", 1.0, 0.9, 0.7)
+        + row("supcon tau=0.05", 0.5, 0.7, 0.8)
+        + row("wccn shrinkage=0.3", 1.0, 0.1, 0.2)
+    )
+    chosen = choose_settings(pd.DataFrame(rows))
+    assert chosen[["method", "strength"]].values.tolist() == [
+        ["wccn shrinkage=0.3", 1.0],
+        ["supcon tau=0.05", 0.5],
+    ] and np.allclose(chosen.unseen, [20, 80])
+    with pytest.raises(InputError, match="under the protocol held_out, got strict"):
+        choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")))
+
+
+def test_asking_for_few_columns_loses_no_row(tmp_path):
+    rows = pd.DataFrame({"run_id": ["a", "a", "b", "b"], "query_set": ["seen", "unseen"] * 2, "lp_at_1": [0.5] * 4})
+    ResultStore(tmp_path, "x").write(rows)
+    assert len(ResultStore(tmp_path, "x").read(["lp_at_1"])) == 4 and list(
+        ResultStore(tmp_path, "x").read(["lp_at_1"])
+    ) == ["lp_at_1"]
+
+
+def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
+    store, opened = ResultStore(tmp_path, "unseen"), grids.open_parquet
+    first, second = [
+        pd.DataFrame({"run_id": names, "query_set": "seen", "benchmark": "b", "method": "m", "config": "{}"})
+        for names in (["a"], ["b", "c"])
+    ]
+    store.write(first)
+
+    def replaced(path):
+        "Another process seals between the footer and the pages."
+        f = opened(path)
+        store.write(second)
+        return f
+
+    monkeypatch.setattr(grids, "open_parquet", replaced)
+    assert store.read().run_id.tolist() == ["a"]
+    monkeypatch.undo()
+    assert store.read().run_id.tolist() == ["b", "c"]
+
+
+# ---- tables that are no grid
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_table_that_was_stopped_goes_on(tmp_path, ending):
+    "The second start makes what the first did not, and the table is that of an unbroken one."
+    arms, made = [("a", 0.25), ("a", 1.0), ("b", 0.25)], []
+
+    def rows(name, cap):
+        if len(made) == 2 and made[-1] != "again":
+            made.append("again")
+            raise KeyboardInterrupt
+        made.append((name, cap))
+        return pd.DataFrame({"name": [name] * 2, "cap": cap, "value": [1 / 3, cap]})
+
+    path = tmp_path / f"t.{ending}"
+    with pytest.raises(KeyboardInterrupt):
+        cached_table(path, arms, ("name", "cap"), rows, progress=False)
+    assert made == [*arms[:2], "again"] and [p.name for p in tmp_path.iterdir()] == [path.name]
+    whole = cached_table(path, arms, ("name", "cap"), rows, progress=False)
+    assert (
+        made == [*arms[:2], "again", arms[2]]
+        and whole[["name", "cap"]].drop_duplicates().apply(tuple, axis=1).tolist() == arms
+    )
+    unbroken = cached_table(tmp_path / f"u.{ending}", arms, ("name", "cap"), rows, progress=False)
+    assert (
+        whole.equals(unbroken)
+        and np.isclose(whole.value[0], 1 / 3, rtol=1e-14)
+        and (tmp_path / f"u.{ending}").read_bytes() == path.read_bytes()
+    )
+    assert cached_table(path, arms, ("name", "cap"), lambda *a: 1 / 0, progress=False).equals(
+        cached_table(path, arms[:1], ("name", "cap"), lambda *a: 1 / 0, progress=False)
+    )
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    "arms",
+    [
+        [("042",), ("None",), ("nan",), ("",), ("1",), ("True",)],
+        [(1 / 3,), (1234567.5,), (1e-9,)],
+        [("a", 1), ("a", 2), ("a", 1)],
+    ],
+)
+def test_an_arm_is_known_again_whatever_it_is(tmp_path, ending, arms):
+    keys, made = ["name", "n"][: len(arms[0])], []
+
+    def rows(*arm):
+        made.append(arm)
+        return dict(zip(keys, arm)) | {"value": None if len(made) == 2 else 0.1}
+
+    for _ in range(2):
+        table = cached_table(tmp_path / f"t.{ending}", iter(arms), keys, rows, progress=False)
+    assert (
+        made == list(dict.fromkeys(arms))
+        and list(table[keys].itertuples(index=False, name=None)) == made
+        and table.value.isna().tolist() == [i == 1 for i in range(len(made))]
+    )
+
+
+def test_a_table_refuses_what_it_could_not_resume(tmp_path):
+    one = dict(progress=False)
+    for arms in ([("a",), (1,)], [("a", 1)], [(None,)], []):
+        with pytest.raises(InputError, match="one type a place"):
+            cached_table(tmp_path / "t.csv", arms, ("name",), dict, **one)
+    for made in ({"x": 1}, None, pd.DataFrame({"name": []})):
+        with pytest.raises(InputError, match="must hold it in name"):
+            cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: made, **one)
+    with pytest.raises(InputError, match="ends in .csv or .parquet"):
+        cached_table(tmp_path / "t.txt", [("a",)], ("name",), dict, **one)
+    with pytest.raises(InputError, match="must hold it in name"):
+        cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": "b"}, **one)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "t.csv").write_text("x\n1\n")
+    with pytest.raises(InputError, match="no column name"):
+        cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": n}, **one)
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="delete it"):
+        cached_table(tmp_path / "t.parquet", [("a",)], ("name",), lambda n: {"name": n}, **one)

@@ -1,0 +1,687 @@
+"Adapters: identity at the start, first gradients, counts, seeds, folding, interpolation, transform."
+
+import copy
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from ega.adapters import (
+    AblatedEGA,
+    BoundedAdapter,
+    GatedBlock,
+    LinearAdapter,
+    LoRAAdapter,
+    PaperEGA,
+    ReleasedEGA,
+    adapter_fingerprint,
+    count_parameters,
+    interpolate,
+    l2_normalize,
+    load_adapter,
+    save_adapter,
+    transform,
+)
+from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.testing import circle_points
+
+KINDS = ("EGA", "ReleasedEGA", "LoRA", "Linear")
+
+
+def make(kind, d, seed=0, hidden=32, rank=None):
+    gen = torch_generator(spawn_rngs(seed).init)
+    return {
+        "EGA": lambda: PaperEGA(d, hidden=hidden, gen=gen),
+        "ReleasedEGA": lambda: ReleasedEGA(d, hidden=hidden, gen=gen),
+        "LoRA": lambda: LoRAAdapter(d, rank=rank or min(4, d), gen=gen),
+        "Linear": lambda: LinearAdapter(d, gen=gen),
+    }[kind]()
+
+
+def rows(n, d, seed=0):
+    return torch.from_numpy(normalize(np.random.default_rng(seed).normal(size=(n, d))))
+
+
+def trained(adapter, size=0.1, seed=9):
+    "The adapter with every weight moved, as training would."
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in adapter.parameters():
+            p.add_(size * torch.randn(p.shape, generator=gen, dtype=p.dtype))
+    return adapter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", (1, 2, 7, 384, 514, 1152))
+def test_identity_at_start(kind, d):
+    "max |f(x) - x| <= 1e-6 in float32, also for norms off by several roundings (5e-7); a norm off by 1e-3 is put right."
+    x = rows(64, d)
+    for seed in (0, 1):
+        f = make(kind, d, seed)
+        for v in (x, x * (1 + 5e-7), x * (1 - 5e-7)):
+            assert (f(v) - v).abs().max() <= 1e-6
+        assert (f(1.001 * x) - x).abs().max() <= 1e-6
+        assert torch.allclose(f(x.view(4, 16, d)).view(64, d), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_identity_in_float64(kind):
+    x = rows(20, 33).double()
+    x = x / x.norm(dim=1, keepdim=True)
+    assert (make(kind, 33).double()(x) - x).abs().max() <= 1e-15
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from(KINDS))
+def test_identity_everywhere(d, hidden, seed, kind):
+    x = rows(9, d, seed)
+    assert (make(kind, d, seed, hidden)(x) - x).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_and_branch_weights_cannot_break_the_identity(kind):
+    "The identity holds for any weights before the zero layers, not just for the drawn ones."
+    f, x, gen = make(kind, 24), rows(10, 24), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in f.named_parameters():
+            if not (
+                name.endswith(("branch.3.weight", "branch.3.bias"))
+                or name.startswith("refine")
+                or name in ("B", "weight")
+            ):
+                p.copy_(5 * torch.randn(p.shape, generator=gen))
+    assert (f(x) - x).abs().max() <= 1e-6
+
+
+FIRST = {
+    "EGA": {
+        "blocks.0.branch.3.weight",
+        "blocks.0.branch.3.bias",
+        "blocks.1.branch.3.weight",
+        "blocks.1.branch.3.bias",
+        "refine.weight",
+        "refine.bias",
+    },
+    "ReleasedEGA": {"branch.3.weight", "branch.3.bias"},
+    "LoRA": {"B"},
+    "Linear": {"weight"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_gradients(kind):
+    "Exactly the zero layers feel the first step; everything does at the second."
+    f, x = make(kind, 16), rows(30, 16)
+    target = rows(30, 16, 1)
+    ((f(x) - target) ** 2).sum().backward()
+    assert {k for k, p in f.named_parameters() if p.grad.abs().max() > 0} == FIRST[kind]
+    with torch.no_grad():
+        for p in f.parameters():
+            p.sub_(0.01 * p.grad)
+    f.zero_grad()
+    ((f(x) - target) ** 2).sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in f.parameters())
+
+
+def test_paper_form_against_a_plain_rewrite():
+    "method.md 3.2 with bare matrices, all weights non-zero."
+    f, x = trained(make("EGA", 10, hidden=6)).double(), rows(5, 10).double()
+    u = x
+    for k in (0, 1):
+        w = {n.removeprefix(f"blocks.{k}."): p for n, p in f.named_parameters() if n.startswith(f"blocks.{k}.")}
+        assert (
+            w["gate.0.weight"].shape == (3, 10) and w["gate.2.weight"].shape == (10, 3) and len(w) == 8
+        )  # ceil(10/4) = 3, no gate bias
+        h = u @ w["branch.0.weight"].T + w["branch.0.bias"]
+        h = (h - h.mean(1, keepdim=True)) / (h.var(1, unbiased=False, keepdim=True) + 1e-5) ** 0.5 * w[
+            "branch.1.weight"
+        ] + w["branch.1.bias"]
+        h = h * 0.5 * (1 + torch.erf(h / 2**0.5))
+        g = h @ w["branch.3.weight"].T + w["branch.3.bias"]
+        c = g @ w["gate.0.weight"].T
+        c = c * 0.5 * (1 + torch.erf(c / 2**0.5))
+        u = u + g / (1 + torch.exp(-(c @ w["gate.2.weight"].T)))
+    u = u + u @ f.refine.weight.T + f.refine.bias
+    expected = u / (u * u).sum(1, keepdim=True) ** 0.5
+    assert (f(x) - expected).abs().max() < 1e-12
+
+
+class Released(nn.Module):
+    "The released block as its description gives it (method.md 3.1), kept as the oracle."
+
+    def __init__(self, d, h):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(d, h), nn.LayerNorm(h), nn.GELU(), nn.Linear(h, d))
+        nn.init.zeros_(self.net[3].weight)
+        nn.init.zeros_(self.net[3].bias)
+
+    def forward(self, x):
+        return F.normalize(x + self.net(x), p=2, dim=1)
+
+
+def test_released_block_same_weights_value_and_gradient():
+    "From one seed our block holds torch's own weights, and stays equal in value and gradient once trained."
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        theirs = Released(12, 20)
+    ours = ReleasedEGA(12, hidden=20, gen=torch.Generator().manual_seed(5))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-7)  # bound computed in another order
+    ours.branch.load_state_dict(theirs.net.state_dict())
+    trained(ours), trained(theirs)
+    x, target = rows(8, 12), rows(8, 12, 1)
+    for f in (ours, theirs):
+        ((f(x) - target) ** 2).sum().backward()
+    assert torch.equal(ours(x), theirs(x))
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_lora_starts_as_kaiming():
+    "A is kaiming_uniform with a = sqrt 5, the first weights of the released LoRA; B is 0."
+    ours, theirs = LoRAAdapter(50, rank=9, gen=torch.Generator().manual_seed(4)), torch.empty(9, 50)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        nn.init.kaiming_uniform_(theirs, a=5**0.5)
+    assert torch.allclose(ours.A, theirs, atol=1e-7) and not ours.B.any() and ours.B.shape == (50, 9)
+
+
+def test_decay_of_refine_leads_to_the_identity():
+    "Shrinking R and r, as weight decay does, moves f monotonically back to x."
+    f, x = make("EGA", 8), rows(5, 8)
+    with torch.no_grad():
+        for p in f.refine.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+        away = []
+        for _ in range(5):
+            away.append((f(x) - x).norm().item())
+            for p in f.refine.parameters():
+                p.mul_(0.3)
+    assert away == sorted(away, reverse=True) and away[0] > 1 > 0.1 > away[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds(kind):
+    "Same seed, same bits; another seed, other bits; the global generators are untouched."
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    a, b, c = make(kind, 20, 1), make(kind, 20, 1), make(kind, 20, 2)
+    assert torch.equal(torch_state, torch.get_rng_state()) and (numpy_state == np.random.get_state()[1]).all()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    if kind != "Linear":
+        assert not all(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters()))
+
+
+@pytest.mark.parametrize(
+    "d, expected", [(512, (2_103_808, 4_732_416)), (1024, (4_201_472, 10_501_120)), (1152, (4_725_888, 12_107_136))]
+)
+def test_counts_of_the_table(d, expected):
+    gen = torch.Generator()
+    state = gen.get_state()
+    with torch.device("meta"):
+        block, paper = ReleasedEGA(d, gen=gen), PaperEGA(d, gen=gen)
+    assert (count_parameters(block), count_parameters(paper)) == expected
+    assert all(p.is_meta for p in paper.parameters()) and torch.equal(
+        state, gen.get_state()
+    )  # nothing drawn, nothing allocated
+    q, h = -(-d // 4), 2048
+    assert expected == (2 * d * h + 3 * h + d, 2 * (2 * d * h + 3 * h + d + 2 * d * q) + d * d + d)
+    assert count_parameters(GatedBlock(8, 4, gen)) == 2 * 8 * 4 + 3 * 4 + 8 + 2 * 8 * 2
+
+
+@pytest.mark.parametrize("rank, count", [(8, 8_192), (64, 65_536), (128, 131_072), (256, 262_144), (512, 524_288)])
+def test_lora_counts(rank, count):
+    assert count_parameters(LoRAAdapter(512, rank=rank, gen=torch.Generator())) == count
+
+
+def test_lora_scale_is_apart_from_rank():
+    "The default factor is 2 at every rank, and the factor multiplies B A and nothing else."
+    gen = torch.Generator().manual_seed(0)
+    assert all(LoRAAdapter(16, rank=r, gen=gen).scale == 2 for r in (1, 4, 16))
+    a, b = (trained(LoRAAdapter(16, rank=4, scale=s, gen=torch.Generator().manual_seed(3))) for s in (0.5, 3.0))
+    eye = torch.eye(16)
+    assert torch.allclose((a.as_matrix() - eye) * 6, b.as_matrix() - eye, atol=1e-5)
+    assert torch.linalg.matrix_rank(b.as_matrix() - eye, atol=1e-4) == 4
+
+
+@pytest.mark.parametrize("kind", ("LoRA", "Linear"))
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_as_matrix(kind, dtype, tol):
+    f = trained(make(kind, 40).to(dtype))
+    x = rows(50, 40).to(dtype)
+    m = f.as_matrix()
+    assert m.shape == (40, 40) and m.dtype == dtype and not m.requires_grad
+    assert (f(x) - l2_normalize(x @ m.T)).abs().max() < tol
+    before = [p.clone() for p in f.parameters()]
+    m.add_(1)  # a copy: changing it changes no weight
+    assert all(torch.equal(p, q) for p, q in zip(before, f.parameters()))
+
+
+def test_as_matrix_folds_into_faiss():
+    "LinearTransform + NormalizationTransform before a flat index returns the neighbours of the adapted rows."
+    faiss = pytest.importorskip("faiss")
+    f, x = trained(make("Linear", 24)), rows(300, 24).numpy()
+    z = transform(f, x, device="cpu")
+    m = np.ascontiguousarray(f.as_matrix().numpy())
+    linear = faiss.LinearTransform(24, 24, False)
+    faiss.copy_array_to_vector(m.ravel(), linear.A)
+    linear.is_trained = True
+    index = faiss.IndexPreTransform(faiss.IndexFlatL2(24))
+    index.prepend_transform(faiss.NormalizationTransform(24, 2.0))
+    index.prepend_transform(linear)
+    index.add(x)
+    flat = faiss.IndexFlatL2(24)
+    flat.add(z)
+    (d1, i1), (d2, i2) = index.search(x, 5), flat.search(z, 5)
+    assert (i1 == i2).mean() > 0.999 and np.abs(d1 - d2).max() < 1e-5  # float32 sums in another order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_finite_differences(kind):
+    f = trained(make(kind, 5, hidden=4, rank=2)).double()
+    x = rows(3, 5).double().requires_grad_()
+    names = [k for k, _ in f.named_parameters()]
+    values = tuple(p.detach().requires_grad_() for p in f.parameters())
+
+    def call(x, *ws):
+        return torch.func.functional_call(f, dict(zip(names, ws)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_independent_and_unit(kind):
+    "Permuting, dropping or vmapping rows changes nothing for the others (LayerNorm, not BatchNorm)."
+    f, x = trained(make(kind, 32)), rows(40, 32)
+    z, order = f(x), torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(z.norm(dim=1), torch.ones(40), atol=1e-6)
+    assert torch.allclose(f(x[order]), z[order], atol=1e-6) and torch.allclose(f(x[3:4]), z[3:4], atol=1e-6)
+    assert torch.allclose(torch.func.vmap(f)(x), z, atol=1e-6)
+    assert torch.equal(f.train()(x), f.eval()(x))  # no dropout, no running statistics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_round_trip(kind):
+    f, x, file = trained(make(kind, 12)), rows(6, 12), io.BytesIO()
+    torch.save(f.state_dict(), file)
+    file.seek(0)
+    g = make(kind, 12, seed=3)
+    g.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(f(x), g(x))
+
+
+# interpolate
+
+
+def test_interpolate_is_shrinking_the_branch():
+    "baselines.md section 6: l2((1-a) x + a l2(x+g)) = l2(x + k g), k = (a/n)/((1-a) + a/n)."
+    x = rows(50, 6).double()
+    x = x / x.norm(dim=1, keepdim=True)
+    g = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    n = (x + g).norm(dim=1, keepdim=True)
+    for strength in (0, 0.1, 0.5, 0.77, 1):
+        k = (strength / n) / ((1 - strength) + strength / n)
+        assert (interpolate(x, l2_normalize(x + g), strength) - l2_normalize(x + k * g)).abs().max() < 1e-12
+
+
+def test_interpolate_ends_arc_and_kinds():
+    x, z = rows(30, 5).double().numpy(), rows(30, 5, 1).double().numpy()
+    x, z = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (x, z))
+    assert np.allclose(interpolate(x, z, 0), x, atol=1e-15) and np.allclose(interpolate(x, z, 1), z, atol=1e-15)
+    mid = interpolate(x, z, 0.3)
+    assert np.allclose(np.linalg.norm(mid, axis=1), 1) and np.allclose(
+        mid, interpolate(torch.tensor(x), torch.tensor(z), 0.3).numpy(), atol=1e-15
+    )
+    angle = lambda u, v: np.arccos((u * v).sum(1).clip(-1, 1))
+    assert np.allclose(
+        angle(x, mid) + angle(mid, z), angle(x, z), atol=1e-7
+    )  # on the arc; arccos loses half the digits near 1
+    assert np.allclose(interpolate(x, z, 0.3), interpolate(z, x, 0.7), atol=1e-15)
+    assert interpolate(x.astype("f4"), z.astype("f4"), 0.5).dtype == np.float32
+
+
+@pytest.mark.parametrize("strength", (-0.1, 1.1, float("nan")))
+def test_interpolate_refuses_alpha(strength):
+    with pytest.raises(InputError, match="strength"):
+        interpolate(np.eye(2), np.eye(2), strength)
+
+
+def test_interpolate_refuses_opposite_and_shapes():
+    with pytest.raises(InputError, match="opposite"):
+        interpolate(circle_points(10), circle_points(190), 0.5)
+    with pytest.raises(InputError, match="one shape"):
+        interpolate(np.eye(2), np.eye(3), 0.5)  # would not broadcast
+    with pytest.raises(InputError, match="one shape"):
+        interpolate(np.eye(3), np.eye(3)[:1], 0.5)  # would broadcast silently
+
+
+# transform
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transform(kind):
+    "Equal to the module called directly; batch size, memory layout and adapter dtype do not matter."
+    f, x = trained(make(kind, 18)), rows(101, 18)
+    z = transform(f, x.numpy(), device="cpu")
+    assert isinstance(z, np.ndarray) and z.dtype == np.float32 and z.flags.c_contiguous and z.shape == (101, 18)
+    assert np.allclose(z, f(x).detach().numpy(), atol=1e-6)
+    for batch in (1, 7, 100, 101, 5000):
+        assert np.allclose(z, transform(f, x.numpy(), batch_size=batch, device="cpu"), atol=1e-6)
+    assert np.allclose(z, transform(f, np.asfortranarray(x.double().numpy()), device="cpu"), atol=1e-6)
+    assert np.allclose(z, transform(copy.deepcopy(f).double(), x, device="cpu"), atol=1e-6)
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_transform_leaves_everything_as_it_was(training):
+    f, x = make("EGA", 8).train(training), rows(9, 8).numpy()
+    kept, x_kept, state = copy.deepcopy(f.state_dict()), x.copy(), torch.get_rng_state()
+    x.flags.writeable = False  # memory maps are read-only
+    z = transform(f, x, device="cpu")
+    assert f.training is training and all(p.requires_grad and p.grad is None for p in f.parameters())
+    assert (
+        all(torch.equal(v, kept[k]) for k, v in f.state_dict().items())
+        and (x == x_kept).all()
+        and torch.equal(state, torch.get_rng_state())
+    )
+    assert z.flags.writeable and not np.shares_memory(x, z) and torch.is_grad_enabled()
+
+
+def test_transform_runs_in_eval_mode():
+    class Noisy(LinearAdapter):
+        def forward(self, x):
+            return l2_normalize(F.dropout(super().forward(x), 0.5, self.training))
+
+    f, x = Noisy(6), rows(20, 6).numpy()
+    assert np.allclose(transform(f, x, device="cpu"), x, atol=1e-6) and f.training
+
+
+def test_transform_refuses():
+    f = make("Linear", 4)
+    with pytest.raises(InputError, match="4 columns"):
+        transform(f, np.eye(3))
+    with pytest.raises(InputError, match="unit rows"):
+        transform(f, 2 * np.eye(4))
+    with pytest.raises(InputError, match="batch"):
+        transform(f, np.eye(4), batch_size=0)
+    with pytest.raises(InputError, match="NaN"):
+        transform(f, np.full((2, 4), np.nan))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transform_on_cuda(kind):
+    f, x = trained(make(kind, 64)), rows(500, 64).numpy()
+    assert np.allclose(transform(f, x), transform(f, x, device="cpu"), atol=1e-5)  # another order of sums
+    assert next(f.parameters()).device.type == "cpu"
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(make(kind, 64).cuda().parameters(), make(kind, 64).parameters()))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda g: PaperEGA(0, gen=g), "d must be an integer >= 1"),
+        (lambda g: PaperEGA(4.0, gen=g), "d must be"),
+        (lambda g: ReleasedEGA(8, hidden=0, gen=g), "hidden"),
+        (lambda g: LoRAAdapter(8, rank=9, gen=g), "rank must be at most d = 8"),
+        (lambda g: LoRAAdapter(8, rank=0, gen=g), "rank"),
+        (lambda g: LoRAAdapter(8, rank=2, scale=0.0, gen=g), "scale"),
+        (lambda g: LoRAAdapter(8, rank=2, scale=float("nan"), gen=g), "scale"),
+        (lambda g: LinearAdapter(True), "d must be"),
+        (lambda g: PaperEGA(8, gen=None), "torch.Generator"),
+        (lambda g: PaperEGA(8, gen=np.random.default_rng(0)), "torch.Generator"),
+        (lambda g: PaperEGA(8, gen=g)(torch.ones(2, 9)), "9"),
+        (lambda g: LinearAdapter(8)(torch.ones(9)), "d=8"),
+    ],
+)
+def test_refusals(call, words):
+    with pytest.raises(InputError, match=words):
+        call(torch.Generator())
+
+
+def test_large_row_counts_stay_small_in_memory():
+    "One batch at a time: the branch of 100 000 rows at hidden 2048 would need 800 MB, a batch of 512 needs 4 MB."
+    f, seen = ReleasedEGA(8, hidden=16, gen=torch.Generator()), []
+    f.branch.register_forward_hook(lambda m, i, o: seen.append(len(o)))
+    transform(f.eval(), rows(2000, 8), batch_size=512, device="cpu")
+    assert seen == [512, 512, 512, 464]
+
+
+# -- one file ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path, kind, dtype):
+    f = trained(make(kind, 18)).to(dtype)
+    g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
+    assert (
+        type(g) is type(f)
+        and not g.training
+        and all(p.requires_grad for p in g.parameters())
+        and {k: v.dtype for k, v in g.state_dict().items()} == {k: v.dtype for k, v in f.state_dict().items()}
+    )
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(
+        f
+    ) == adapter_fingerprint(g)
+    before = (tmp_path / "f.safetensors").read_bytes()
+    assert save_adapter(g, tmp_path / "f.safetensors").read_bytes() == before and [
+        p.name for p in tmp_path.iterdir()
+    ] == ["f.safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_saved_cap_comes_back_with_what_it_holds(tmp_path, kind, dtype):
+    f = BoundedAdapter(trained(make(kind, 18)), 0.3).to(dtype)
+    g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
+    assert (
+        type(g) is BoundedAdapter
+        and type(g.inner) is type(f.inner)
+        and not g.training
+        and torch.equal(g.eps, f.eps)
+        and g.d == 18
+    )
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(
+        f
+    ) == adapter_fingerprint(g)
+    assert len({adapter_fingerprint(a) for a in (f, f.inner, BoundedAdapter(f.inner, 0.4).to(dtype))}) == 3
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(state={"eps": torch.tensor(2.0)}), "eps must lie in"),
+        (dict(state={"eps": torch.tensor(0.0)}), "eps must lie in"),
+        (dict(state={"eps": torch.tensor(-1.0)}), "eps must lie in"),
+        (dict(state={"eps": torch.tensor(0.2)}), "not those that were saved"),
+        (dict(state={"eps": torch.tensor([0.3])}), "weight eps must have shape"),
+        (dict(drop=["eps"]), "weight eps must have shape"),
+        (dict(about={"sizes": {"inner": 3}}), "make no BoundedAdapter"),
+        (dict(about={"sizes": {"inner": {"kind": "Linear"}}}), "make no BoundedAdapter"),
+        (
+            dict(
+                about={
+                    "sizes": {
+                        "inner": {"kind": "BoundedAdapter", "sizes": {"inner": {"kind": "Linear", "sizes": {"d": 18}}}}
+                    }
+                }
+            ),
+            "EGA, ReleasedEGA, LoRA, Linear, got .Capped.",
+        ),
+        (dict(about={"sizes": {"inner": {"kind": "Linear", "sizes": {"d": -1}}}}), "make no"),
+        (dict(about={"sizes": {"inner": {"kind": ["x"], "sizes": {}}}}), "kind must be one of"),
+        (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
+    ],
+)
+def test_load_refuses_every_defect_of_a_cap(tmp_path, change, words):
+    path = damaged(save_adapter(BoundedAdapter(trained(make("Linear", 18)), 0.3), tmp_path / "f.safetensors"), **change)
+    with pytest.raises(InputError, match=words):
+        load_adapter(path)
+
+
+def test_a_cap_that_rounds_to_an_end_is_refused(tmp_path):
+    for eps in (2 - 1e-9, 1e-50):
+        with pytest.raises(InputError, match="eps must lie in"):
+            BoundedAdapter(make("Linear", 18), eps)
+    with pytest.raises(InputError, match="f.safetensors: eps must lie in"):
+        save_adapter(BoundedAdapter(make("Linear", 18), 1.9999).half(), tmp_path / "f.safetensors")
+
+    class Capped_(nn.Linear):
+        d = 4
+
+    Capped_.__name__ = "BoundedAdapter"
+    with pytest.raises(InputError, match="got BoundedAdapter;"):
+        save_adapter(Capped_(4, 4), tmp_path / "f.safetensors")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_loaded_adapter_does_not_hang_on_its_file(tmp_path):
+    f = trained(make("LoRA", 18))
+    g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
+    (tmp_path / "f.safetensors").write_bytes(b"")  # a memory map would now be a bus error
+    assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18)))
+
+
+def test_the_fingerprint_tells_kind_sizes_and_weights_apart():
+    made = [
+        trained(make("LoRA", 18)),
+        trained(make("LoRA", 18), seed=3),
+        trained(make("LoRA", 18, rank=3)),
+        LoRAAdapter(18, rank=4, scale=3.0, gen=torch.Generator()),
+        make("Linear", 18),
+        make("Linear", 17),
+    ]
+    assert len({adapter_fingerprint(f) for f in made}) == len(made) and adapter_fingerprint(
+        copy.deepcopy(made[0]).train()
+    ) == adapter_fingerprint(made[0])
+
+
+def test_save_refuses_foreign_modules_and_broken_weights(tmp_path):
+    class ReleasedEGA_(nn.Linear):
+        d, hidden = 4, 4  # the name alone does not make it one
+
+    for f, words in (
+        (nn.Linear(4, 4), "must be one of EGA, ReleasedEGA, LoRA, Linear"),
+        (ReleasedEGA_(4, 4), "must be one of"),
+        (BoundedAdapter(ReleasedEGA_(4, 4), 0.1), "BoundedAdapter around ReleasedEGA"),
+        (BoundedAdapter(BoundedAdapter(make("Linear", 4), 0.2), 0.1), "BoundedAdapter around BoundedAdapter"),
+    ):
+        with pytest.raises(InputError, match=words):
+            save_adapter(f, tmp_path / "f")
+    f = make("Linear", 4)
+    with torch.no_grad():
+        f.weight[1, 2] = float("nan")
+    with pytest.raises(InputError, match="weight must be finite, got 1 NaN"):
+        save_adapter(f, tmp_path / "f")
+    assert not any(tmp_path.iterdir())
+
+
+def damaged(path, *, about=None, state=None, drop=(), raw=None):
+    "A copy of an adapter file with other metadata, other tensors, or other bytes."
+    if raw is not None:
+        path.write_bytes(raw(path.read_bytes()))
+        return path
+    with safe_open(path, "pt") as f:
+        old, tensors = json.loads(f.metadata()["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
+    save_file(
+        {k: v for k, v in (tensors | (state or {})).items() if k not in drop},
+        path,
+        {"ega": json.dumps(old | about if isinstance(about, dict) else about or old)},
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(raw=lambda b: b""), "cannot be read"),
+        (dict(raw=lambda b: b[:20]), "cannot be read"),
+        (dict(raw=lambda b: b[:-1]), "cannot be read"),
+        (dict(raw=lambda b: b"PK\x03\x04" + b), "cannot be read"),
+        (dict(raw=lambda b: b[:-4] + np.float32(0.5).tobytes()), "not those that were saved"),
+        (dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()), "NaN or inf"),
+        (dict(about=[1]), "cannot be read"),
+        (dict(about={"kind": None}), "cannot be read"),
+        (dict(about={"kind": ["LoRA"]}), "cannot be read"),
+        (dict(about={"sizes": 3}), "cannot be read"),
+        (dict(about={"kind": "MLP"}), "kind must be one of"),
+        (dict(about={"kind": "Linear"}), "needs the sizes"),
+        (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
+        (dict(about={"sizes": [["d", 4]]}), "needs the sizes"),
+        (dict(about={"sizes": {"d": 18, "rank": 5, "scale": 2.0}}), "must have shape"),
+        (dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.0}}), "must have shape"),
+        (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}), "make no LoRA"),
+        (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.0}}), "make no LoRA"),
+        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.0}}), "not those that were saved"),
+        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "make no LoRA"),
+        (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.0}}), "make no LoRA"),
+        (dict(about={"fingerprint": 7}), "not those that were saved"),
+        (dict(drop=["A"]), "weight A must have shape"),
+        (dict(state={"C": torch.zeros(2)}), "weight C must have shape None"),
+        (dict(state={"A": torch.zeros(4, 18, dtype=torch.int64)}), "one floating type"),
+        (dict(state={"A": torch.zeros(4, 18, dtype=torch.float64)}), "one floating type"),
+    ],
+)
+def test_load_refuses_every_defect(tmp_path, change, words):
+    path = damaged(save_adapter(make("LoRA", 18), tmp_path / "f.safetensors"), **change)
+    with pytest.raises(InputError, match=words) as error:
+        load_adapter(path)
+    assert "; " in str(error.value) and str(path) in str(error.value)
+
+
+def test_load_refuses_other_files(tmp_path):
+    with pytest.raises(InputError, match="no such adapter"):
+        load_adapter(tmp_path / "none")
+    with pytest.raises(InputError, match="no such adapter"):
+        load_adapter(tmp_path)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "plain")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_adapter(tmp_path / "plain")
+
+
+def test_load_never_unpickles(tmp_path):
+    torch.save(make("LoRA", 18), tmp_path / "f")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_adapter(tmp_path / "f")
+
+
+def test_an_ablation_without_nothing_is_the_block():
+    gen = lambda: torch.Generator().manual_seed(5)
+    a, b, x = AblatedEGA(9, hidden=6, gen=gen()), ReleasedEGA(9, hidden=6, gen=gen()), rows(4, 9)
+    assert torch.equal(trained(a)(x), trained(b)(x))
+    with pytest.raises(InputError, match="without must name residual, zero_init or sphere, got \\['l2'\\]"):
+        AblatedEGA(9, without=("l2",), gen=gen())
+
+
+def test_each_part_of_an_ablation_is_missing():
+    x = rows(20, 9)
+
+    def make(*without):
+        return AblatedEGA(9, hidden=6, without=without, gen=torch.Generator().manual_seed(5))
+
+    assert torch.equal(make("residual")(x), torch.zeros_like(x))  # all rows start at 0
+    drawn, free = make("residual", "zero_init"), trained(make("sphere"))
+    assert torch.allclose(drawn(x), l2_normalize(drawn.branch(x))) and (drawn(x) - x).norm(dim=1).min() > 0.1
+    assert torch.allclose(free(x), x + free.branch(x)) and (free(x).norm(dim=1) - 1).abs().max() > 1e-3
+    assert (make("zero_init")(x) - x).norm(dim=1).min() > 1e-2
+
+
+def test_the_released_ablation_ends_in_two_points():
+    from ega.losses import triplet
+
+    torch.manual_seed(0)
+    x, f = rows(60, 8), AblatedEGA(8, hidden=16, without=("residual",), gen=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(f.parameters(), lr=1e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        triplet(f(x[:20]), f(x[20:40]), f(x[40:])).backward()
+        optimizer.step()
+    z = f.eval()(x).detach()
+    assert torch.allclose(z.abs(), torch.full_like(z, 8**-0.5), atol=1e-4) and (z.std(1) < 1e-4).all()

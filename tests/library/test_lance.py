@@ -1,0 +1,157 @@
+"The embedded vector database for real: create, migrate, stop, go on, switch, ask, refuse."
+
+import numpy as np
+import pytest
+
+from ega.adapters import LinearAdapter
+from ega.arrays import normalize
+from ega.closed_form import WCCN, LDAMap
+from ega.index import as_transform
+from ega.lance import AdaptedTable, activate, active_column, migrate_table, open_table, write_table
+from ega.packs import EmbeddingSet
+from ega.search import knn
+from ega.testing import error_message
+
+lancedb = pytest.importorskip("lancedb", reason="needs LanceDB: pip install 'ega[deploy]'")
+D, N = 16, 300
+y = np.repeat(np.arange(10), N // 10)
+
+
+def unit(n, seed):
+    return normalize(np.random.default_rng(seed).standard_normal((n, D), dtype=np.float32))
+
+
+x, xq = unit(N, 0), unit(20, 1)
+SET = EmbeddingSet(x, y, [f"ü'{i}" for i in range(N)], ["train", "test"] * (N // 2), tuple("abcdefghij"), {})
+WHITE, LOW = WCCN(0.3).fit(x, y), LDAMap(5).fit(x, y)
+
+
+@pytest.fixture
+def table(tmp_path):
+    return write_table(tmp_path / "db" / "t.lance", SET, batch_size=128)
+
+
+def exact(adapter, k):
+    m = as_transform(adapter)
+    return knn(m.transform(xq), m.transform(x), k)
+
+
+def test_a_table_holds_the_set(table):
+    rows = table.search().select(["id", "label", "split", "vector"]).limit(N).to_arrow()
+    assert (
+        rows["id"].to_pylist() == SET.ids.tolist()
+        and rows["label"].to_pylist() == y.tolist()
+        and rows["split"].to_pylist() == SET.split.tolist()
+    )
+    assert np.array_equal(rows["vector"].combine_chunks().flatten().to_numpy().reshape(N, -1), x)
+
+
+@pytest.mark.parametrize("adapter", (WHITE, LOW), ids=("square", "narrow"))
+def test_a_migrated_table_answers_as_exact_search(table, adapter):
+    activate(table, migrate_table(table, adapter, batch_size=77))
+    found, expected = AdaptedTable(table, adapter).search(xq, 5), exact(adapter, 5)
+    assert (found.I == SET.ids[expected.I]).all() and np.abs(found.D - expected.D).max() < 1e-5
+
+
+def test_a_stop_in_the_middle_goes_on_and_the_old_column_answers(tmp_path, table, monkeypatch):
+    "Another process, another connection; rows added in between are taken along; nothing is adapted twice."
+    adapted = []
+    m = as_transform(WHITE)._replace(
+        transform=lambda rows: (adapted.append(len(rows)), as_transform(WHITE).transform(rows))[1]
+    )
+    column = migrate_table(table, m, batch_size=50, most=120)
+    assert (
+        adapted == [50, 50, 20]
+        and "180 rows have no vector" in error_message(lambda: activate(table, column))
+        and active_column(table) == "vector"
+    )
+    again = lancedb.connect(str(tmp_path / "db")).open_table("t")
+    assert (
+        again.search(xq[0], vector_column_name="vector").limit(1).to_list()[0]["id"]
+        == SET.ids[knn(xq[:1], x, 1).I[0, 0]]
+    )
+    again.add([{"id": "new", "label": 3, "split": "late", "vector": xq[3]}])
+    assert migrate_table(again, m) == column and sum(adapted) == N + 1
+    activate(again, column)
+    assert (
+        AdaptedTable(again, WHITE).search(xq[3:4], 1).I.tolist() == [["new"]]
+        and migrate_table(again, m) == column
+        and sum(adapted) == N + 1
+    )
+
+
+def test_conditions_columns_and_padding(table):
+    activate(table, migrate_table(table, WHITE))
+    t = AdaptedTable(table, WHITE)
+    found = t.search(xq, 3, where="label = 4 AND split = 'test'")
+    member = np.flatnonzero((y == 4) & (SET.split == "test"))
+    z = as_transform(WHITE).transform(x)
+    assert (found.I == SET.ids[member][knn(as_transform(WHITE).transform(xq), z[member], 3).I]).all()
+    few = t.search(xq[:2], 4, where="id = 'ü''7'")
+    assert few.I.tolist() == [["ü'7", "", "", ""]] * 2 and np.isinf(few.D[:, 1:]).all()
+    one = t.rows(xq[:1], 2, columns=["id", "label"])
+    assert set(one.column_names) == {"id", "label", "_distance", "query_index"} and one["query_index"].to_pylist() == [
+        0,
+        0,
+    ]
+
+
+def test_an_index_on_the_new_column_answers(table):
+    from lancedb.index import IvfFlat
+
+    column = migrate_table(table, WHITE)
+    table.create_index(column, config=IvfFlat(distance_type="l2", num_partitions=4), replace=True)
+    activate(table, column)
+    found, few = (AdaptedTable(table, WHITE).search(xq, 5, nprobes=n) for n in (4, 1))
+    assert (found.I == SET.ids[exact(WHITE, 5).I]).all() and 0.1 < (few.I == found.I).mean() < 1
+
+
+def test_two_adapters_side_by_side_and_back(table):
+    first, second = migrate_table(table, WHITE), migrate_table(table, LOW)
+    activate(table, first)
+    activate(table, second)
+    assert (
+        active_column(table) == second
+        and "was adapted by" in error_message(lambda: AdaptedTable(table, WHITE))
+        and (AdaptedTable(table, LOW).search(xq, 2).I == SET.ids[exact(LOW, 2).I]).all()
+    )
+    activate(table, first)
+    assert (AdaptedTable(table, WHITE).search(xq, 2).I == SET.ids[exact(WHITE, 2).I]).all()
+    activate(table, "vector")
+    assert "serves its raw vectors" in error_message(lambda: AdaptedTable(table, WHITE))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda t: migrate_table(t, np.eye(3, dtype="f4")), "3 numbers"),
+        (lambda t: migrate_table(t, WHITE, source="nothing"), "columns"),
+        (lambda t: migrate_table(t, WHITE, key="label"), "distinctly"),
+        (lambda t: activate(t, "adapted_0"), "no column"),
+        (lambda t: active_column(t, "nothing"), "no column"),
+        (lambda t: AdaptedTable(t, LinearAdapter(D)), "raw vectors"),
+    ],
+)
+def test_bad_input_is_named(table, call, words):
+    assert words in error_message(lambda: call(table))
+
+
+def test_a_table_is_found_by_its_place_and_filled_where_a_write_stopped(tmp_path):
+    place = tmp_path / "db" / "t.lance"
+    write_table(place, SET.take(slice(0, 110)), batch_size=50)
+    table = write_table(place, SET, batch_size=50)  # the rest, and nothing twice
+    assert table.to_arrow()["id"].to_pylist() == SET.ids.tolist() and set(table.to_arrow()["class"].to_pylist()) == set(
+        SET.classes
+    )
+    assert write_table(place, SET).count_rows() == N == open_table(place).count_rows()
+    narrow = EmbeddingSet(np.eye(3, dtype=np.float32), [0, 1, 2], ["p", "q", "r"], [""] * 3, tuple("abc"), {})
+    assert "got 16" in error_message(lambda: write_table(place, narrow)) and "NAME.lance" in error_message(
+        lambda: write_table(tmp_path / "t", SET)
+    )
+    (tmp_path / "hollow.lance").mkdir()
+    for wrong, words in (
+        (tmp_path / "none.lance", "there is none"),
+        (tmp_path, "another ending"),
+        (tmp_path / "hollow.lance", "cannot be opened"),
+    ):
+        assert words in error_message(lambda: open_table(wrong))

@@ -1,0 +1,426 @@
+"Search: parity with FAISS and scikit-learn, brute force, duplicates, padding, silence, determinism."
+
+import os
+import subprocess
+import sys
+import tracemalloc
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ega import search
+from ega.arrays import InputError, normalize
+from ega.search import SearchConfig, build_ivf, ivf_search, ivf_sweep, knn, lists_supported, loo_knn, same_search
+
+ROOT = Path(__file__).parents[2]
+faiss = pytest.importorskip("faiss")
+
+
+def rows(n, d, seed=0):
+    return normalize(np.random.default_rng(seed).normal(size=(n, d)))
+
+
+def brute(xq, xb):
+    "All squared distances in float64, from differences."
+    return np.square(xq[:, None].astype("f8") - xb[None].astype("f8")).sum(2)
+
+
+def flat(xq, xb, k):
+    index = faiss.IndexFlatL2(xb.shape[1])
+    index.add(xb)
+    return index.search(xq, k)
+
+
+@pytest.mark.parametrize(
+    "nq, nb, d, k", [(1, 1, 1, 1), (7, 50, 3, 50), (300, 2000, 32, 1), (300, 2000, 32, 10), (30, 5, 8, 9)]
+)
+def test_knn_equals_faiss_flat(nq, nb, d, k):
+    xq, xb = rows(nq, d, 1), rows(nb, d, 2)
+    D, I = flat(xq, xb, k)
+    found = knn(xq, xb, k, device="cpu")
+    assert (found.I == I).all()
+    assert np.abs(found.D - D)[I >= 0].max() < 2e-6  # float32 rounding of |q|^2 - 2qb + |b|^2
+    assert np.isinf(found.D[I < 0]).all() and found.D.dtype == np.float32 and found.I.dtype == np.int64
+
+
+def test_knn_equals_scikit_learn():
+    from sklearn.neighbors import NearestNeighbors
+
+    xq, xb = rows(80, 12, 3), rows(500, 12, 4)
+    d, I = NearestNeighbors(n_neighbors=7, algorithm="kd_tree").fit(xb).kneighbors(xq)
+    found = knn(xq, xb, 7, device="cpu")
+    assert (found.I == I).all() and np.allclose(found.D, d**2, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [7, 64, 1000])
+@pytest.mark.parametrize("k", [1, 5, 100])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_every_tiling_gives_the_brute_force_neighbours(tile, k, as_tensor):
+    "The tensor path is the CUDA path on another device."
+    x, xb = rows(60, 6, 5), rows(90, 6, 6) * np.linspace(0.5, 2, 90, dtype="f4")[:, None]  # norms differ
+    given = (x, xb)
+    if as_tensor:
+        given = tuple(map(pytest.importorskip("torch").from_numpy, given))
+    I = np.sort(search._candidates(*given, k, tile=tile)[0], 1)
+    assert (I[:, : k - 90] == -1).all() or k <= 90
+    assert (I[:, max(0, k - 90) :] == np.sort(brute(x, xb).argsort(1)[:, :k], 1)).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        np.asfortranarray,
+        lambda x: np.repeat(x, 2, 1)[:, ::2],
+        lambda x: x[::-1][::-1],
+        np.float64,
+        lambda x: x.astype("f4").tolist(),
+    ],
+)
+def test_the_form_of_the_input_does_not_matter(change):
+    "Values that float16 holds exactly, in every layout and type."
+    xq, xb = (np.random.default_rng(s).integers(-64, 64, (n, 16)).astype("f2") for s, n in ((30, 40), (31, 200)))
+    plain, index = knn(xq.astype("f4"), xb.astype("f4"), 6, device="cpu"), build_ivf(xb.astype("f4"), nlist=4)
+    for got in (knn(xq, xb, 6, device="cpu"), knn(change(xq), change(xb), 6, device="cpu")):
+        assert (got.I == plain.I).all() and got.D.tobytes() == plain.D.tobytes()
+    left = loo_knn(xb.astype("f4"), 6, device="cpu")
+    for x in (xb, change(xb)):
+        assert (loo_knn(x, 6, device="cpu").I == left.I).all()
+    for q in (xq, change(xq)):
+        assert (ivf_search(index, q, change(xb), k=3, nprobe=4, device="cpu").I == plain.I[:, :3]).all()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("tile", [5, 1024])
+def test_no_row_is_its_own_neighbour_among_duplicates(as_tensor, tile):
+    "Three distinct points, 40 rows: almost every row has a dozen twins."
+    x = rows(3, 5)[np.random.default_rng(7).integers(3, size=40)]
+    own = np.arange(40)
+    given = pytest.importorskip("torch").from_numpy(x) if as_tensor else x
+    found = search._ranked(x, x, search._array(search._left_out(given, 39, tile=tile)))
+    assert (found.I != own[:, None]).all() and (
+        np.sort(found.I, 1) == [[j for j in range(40) if j != i] for i in own]
+    ).all()
+    true = brute(x, x)
+    true[own, own] = np.inf
+    assert np.allclose(found.D, np.sort(true, 1)[:, :39], atol=1e-6)
+
+
+def test_loo_keeps_the_query_out_of_its_duplicates():
+    x = rows(3, 5)[np.random.default_rng(7).integers(3, size=40)]
+    for k in (1, 5, 39):
+        found = loo_knn(x, k, device="cpu")
+        assert (found.I != np.arange(40)[:, None]).all() and (found.I >= 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 30])
+def test_loo_is_brute_force_without_the_diagonal(k):
+    x = rows(25, 4, 8)
+    true = brute(x, x)
+    np.fill_diagonal(true, np.inf)
+    found, m = loo_knn(x, k, device="cpu"), min(k, 24)
+    assert (found.I[:, :m] == true.argsort(1)[:, :m]).all() and (found.I[:, m:] == -1).all()
+
+
+@pytest.mark.parametrize("tile", [7, 64, 150, 1000])
+@pytest.mark.parametrize("k", [1, 6, 150])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_one_product_serves_both_sides(tile, k, as_tensor):
+    "Half of the tiles are multiplied; every tiling gives the neighbours of brute force, with norms that differ."
+    x = rows(150, 5, 24) * np.linspace(0.5, 2, 150, dtype="f4")[:, None]
+    true = brute(x, x)
+    np.fill_diagonal(true, np.inf)
+    found = search._left_out(pytest.importorskip("torch").from_numpy(x) if as_tensor else x, k, tile=tile)
+    true = np.where(np.sort(true, 1) < np.inf, true.argsort(1), -1)[:, :k]  # k = 150: one place stays empty
+    assert (np.sort(found, 1) == np.sort(true, 1)).all()
+
+
+@pytest.mark.parametrize("order", ["near first", "far first", "shuffled", "five points"])
+@pytest.mark.parametrize("k", [1, 10])
+def test_the_order_of_the_gallery_does_not_matter(order, k):
+    "The choice skips scores by what was kept so far: far rows first never let it skip, five points are all ties."
+    xq, xb = rows(40, 8, 25), rows(1500, 8, 26)
+    xb = {"five points": xb[np.arange(1500) % 5], "shuffled": xb}.get(
+        order, xb[brute(xq[:1], xb)[0].argsort()[:: 1 if order == "near first" else -1]]
+    )
+    true = np.sort(brute(xq, xb), 1)[:, :k]
+    for tile in (16, 100, 700, 1500):
+        I, scores = search._candidates(xq, xb, k, tile=tile)
+        assert all(len(set(i)) == k for i in I.tolist()) and (I >= 0).all()
+        found = search._ranked(xq, xb, I)
+        assert np.allclose(found.D, true, atol=2e-6) and np.allclose(
+            np.sort(scores, 1) + (xq * xq).sum(1, keepdims=True), true, atol=2e-6
+        )
+
+
+def test_the_bound_is_one():
+    "Never below the k-th smallest, for every width and memory order; and not far above: few scores pass."
+    rng = np.random.default_rng(27)
+    for n in (3, 40, 100, 129, 1024, 1031):
+        for k in (1, 2, 9):
+            s = rng.normal(size=(30, n)).astype("f4")
+            most = np.broadcast_to(search._bound(s, k), 30)
+            assert (most >= np.sort(s, 1)[:, min(k, n) - 1]).all() and np.array_equal(
+                np.broadcast_to(search._bound(np.asfortranarray(s), k), 30), most
+            )
+            assert n < 1000 or (s <= most[:, None]).sum(1).max() <= 4 * k + 16
+
+
+def test_scores_below_are_found_in_either_memory_order():
+    s = np.random.default_rng(32).normal(size=(7, 11)).astype("f4")
+    most = np.linspace(-1, 1, 7, dtype="f4")
+    for tile in (s, np.asfortranarray(s), s[:1], s[:, :1]):
+        r, c = search._below(tile, most[: len(tile)])
+        assert np.array_equal(np.stack([r, c]), np.nonzero(tile < most[: len(tile), None]))
+
+
+def test_loo_of_one_row_finds_nothing():
+    found = loo_knn(rows(1, 3), 2, device="cpu")
+    assert (found.I == -1).all() and np.isinf(found.D).all()
+
+
+def test_distances_are_never_negative_and_equal_rows_are_equal_to_the_bit():
+    x = np.repeat(rows(50, 384, 9), 5, 0)[np.random.default_rng(0).permutation(250)]
+    found = knn(x, x, 250, device="cpu")
+    assert found.D.min() == 0 and (found.D[:, :5] == 0).all() and (found.D[:, 5:] > 0).all()
+    blocks = found.D.reshape(250, 50, 5)
+    assert (blocks == blocks[:, :, :1]).all()  # each group of twins at one distance, bit for bit
+
+
+def test_order_is_by_distance_then_row_number():
+    x = np.repeat(rows(10, 6), 4, 0)
+    found = knn(x[:5], x, 40, device="cpu")
+    same = found.D[:, 1:] == found.D[:, :-1]
+    assert (np.diff(found.D) >= 0).all() and (np.diff(found.I)[same] > 0).all() and same.any()
+
+
+def test_neighbours_for_small_k_are_a_prefix():
+    x = rows(200, 16, 10)
+    wide = loo_knn(x, 20, device="cpu")
+    for k in (1, 5):
+        assert (loo_knn(x, k, device="cpu").I == wide.I[:, :k]).all()
+
+
+def test_memory_is_bounded():
+    "The full score matrix would be 640 MB; a tile of 16 MB, its mask, the norms and the result take 30 MB."
+    xq, xb = rows(4000, 2), rows(40_000, 2, 1)
+    tracemalloc.start()
+    knn(xq, xb, 1, device="cpu")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+
+
+def test_memory_of_many_equal_rows_is_bounded():
+    "All scores tie, so a whole tile passes the bound: the worst case, 4 million entries of 70 bytes, and no more for more rows."
+    x = np.ones((9000, 2), "f4")
+    tracemalloc.start()
+    loo_knn(x, 9, device="cpu")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 350e6
+
+
+PEAK = """
+import resource, numpy as np
+from ega.search import loo_knn
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
+x = np.random.default_rng(0).random(size=(20_000, 128), dtype="f4")
+before = peak()
+loo_knn(x, 9, device="cpu")
+print(peak() - before)
+"""
+
+
+def test_resident_memory_of_leave_one_out_is_bounded():
+    "Above the rows: 60 MB of tiles and 100 bytes for each neighbour asked for (18 MB). All scores would be 1.6 GB."
+    assert float(run(PEAK)) < 60 + 20_000 * 9 * 100 / 1e6
+
+
+def test_ivf_equals_faiss_called_by_hand():
+    "Defaults of the library are FAISS' own: seed 1234, 10 iterations."
+    xq, xb = rows(200, 16, 11), rows(2000, 16, 12)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(16), 16, 10, faiss.METRIC_L2)
+    index.train(xb)
+    index.add(xb)
+    for nprobe, found in ivf_sweep(xq, xb, nlist=10, nprobes=(1, 5, 10), k=10, device="cpu").items():
+        index.nprobe = nprobe
+        D, I = index.search(xq, 10)
+        assert (found.I == I).all() and np.allclose(found.D, D, atol=2e-6)
+
+
+def test_ivf_equals_lists_read_by_hand():
+    "Reference in NumPy: nearest centres, then brute force inside their lists."
+    xq, xb = rows(40, 8, 13), rows(300, 8, 14)
+    index = build_ivf(xb, nlist=7, kmeans_seed=3)
+    centres = index.quantizer.reconstruct_n(0, 7)
+    home = brute(xb, centres).argmin(1)
+    for nprobe in (1, 3):
+        found = ivf_search(index, xq, xb, k=4, nprobe=nprobe, device="cpu")
+        probed = (brute(xq, centres).argsort(1)[:, :nprobe, None] == home).any(1)  # (nq, nb)
+        true = np.where(probed, brute(xq, xb), np.inf)
+        assert (found.I == true.argsort(1)[:, :4]).all()
+        assert np.allclose(found.scanned, probed.mean(1))
+
+
+@pytest.mark.parametrize("nprobe, k", [(1, 1), (1, 40), (3, 5), (8, 5)])
+def test_lists_scanned_by_product_give_what_faiss_gives(nprobe, k):
+    "Both orders, query after query and list after list; k = 40 pads, and one list is empty."
+    xq, xb = rows(900, 12, 28), rows(250, 12, 29) * np.linspace(0.5, 2, 250, dtype="f4")[:, None]
+    index = build_ivf(xb, nlist=8, kmeans_seed=5)
+    index.invlists.resize(3, 0)
+    index.ntotal = 250  # a list without rows, as a k-means may leave one
+    index.nprobe = nprobe
+    found = search._ranked(xq, xb, search._scan(index, xq, index.quantizer.search(xq, nprobe)[1], k))
+    by_faiss = search._ranked(xq, xb, index.search(xq, k)[1])
+    assert (found.I == by_faiss.I).all() and found.D.tobytes() == by_faiss.D.tobytes()
+    assert k < 40 or (found.I[:, 0] >= 0).any() and (found.I[:, -1] == -1).any()
+
+
+def test_lists_are_scanned_by_product_where_they_are_asked_enough(monkeypatch):
+    xq, xb, calls, scan = rows(600, 64, 33), rows(2000, 64, 34), [], search._scan
+    index = build_ivf(xb, nlist=2)
+    monkeypatch.setattr(search, "_scan", lambda *a: calls.append(len(a[1])) or scan(*a))
+    many, few = (ivf_search(index, xq[:n], xb, k=3, nprobe=1, device="cpu") for n in (600, 60))
+    assert calls == [600] and (many.I[:60] == few.I).all()
+
+
+def test_all_lists_probed_is_exact_to_the_bit():
+    xq, xb = rows(100, 8, 15), rows(500, 8, 16)
+    exact, found = knn(xq, xb, 5, device="cpu"), ivf_sweep(xq, xb, nlist=9, nprobes=(9,), k=5, device="cpu")[9]
+    assert (found.I == exact.I).all() and found.D.tobytes() == exact.D.tobytes() and (found.scanned == 1).all()
+
+
+def test_padding_stays_visible():
+    found = ivf_sweep(rows(50, 4, 17), rows(20, 4, 18), nlist=10, nprobes=(1,), k=8, device="cpu")[1]
+    assert ((found.I == -1) == np.isinf(found.D)).all() and (found.I == -1).any() and (found.I[:, 0] >= 0).any()
+    D, I = found
+    assert D is found.D and I is found.I  # still a pair
+
+
+def test_small_lists_are_silent(capfd):
+    "FAISS prints its warning from C++; 501 rows in 100 lists is the paper's case."
+    xb = rows(501, 16, 19)
+    plain = faiss.IndexIVFFlat(faiss.IndexFlatL2(16), 16, 100, faiss.METRIC_L2)
+    plain.train(xb)
+    assert "please provide at least" in "".join(capfd.readouterr())
+    build_ivf(xb, nlist=100)
+    assert capfd.readouterr() == ("", "")
+    assert lists_supported(501) == 12 and lists_supported(10) == 1
+
+
+def test_ivf_is_deterministic_and_seeded():
+    xq, xb = rows(100, 16, 20), rows(6000, 16, 21)  # above 256 rows a list: the seed also samples
+    first, again, other = (
+        ivf_sweep(xq, xb, nlist=10, nprobes=(1,), k=3, kmeans_seed=s, device="cpu")[1] for s in (1, 1, 2)
+    )
+    assert (
+        first.I.tobytes() == again.I.tobytes() and first.D.tobytes() == again.D.tobytes() and (first.I != other.I).any()
+    )
+
+
+SCRIPT = """
+import sys, hashlib, numpy as np
+from ega.search import knn, loo_knn, ivf_sweep
+x = np.random.default_rng(0).normal(size=(3000, 32)).astype("f4")
+a, b = loo_knn(x, 5, device="cpu"), ivf_sweep(x[:300], x, nlist=12, nprobes=(2,), k=5, device="cpu")[2]
+print(hashlib.sha256(b"".join(v.tobytes() for v in (*a, *b))).hexdigest())
+"""
+
+
+def run(script, threads="1"):
+    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS=threads, OPENBLAS_NUM_THREADS=threads)
+    return subprocess.run(
+        [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    ).stdout.strip()
+
+
+def test_same_bytes_in_another_process():
+    assert run(SCRIPT) == run(SCRIPT)
+
+
+def test_exact_search_needs_neither_torch_nor_faiss():
+    script = "import sys, numpy as np; from ega.search import knn; knn(np.eye(3), np.eye(3), 2, device='cpu'); print([m for m in ('torch', 'faiss') if m in sys.modules])"
+    assert run(script) == "[]"
+
+
+@pytest.mark.parametrize("module, text", [(None, "ega[cpu]"), (types.ModuleType("faiss"), "installed but empty")])
+def test_missing_or_gutted_faiss_is_named(monkeypatch, module, text):
+    monkeypatch.setitem(sys.modules, "faiss", module)
+    with pytest.raises(ImportError) as error:
+        build_ivf(rows(20, 4), nlist=2)
+    assert text in str(error.value)
+    assert knn(rows(3, 4), rows(3, 4), 1, device="cpu").I.tolist() == [[0], [1], [2]]
+
+
+def test_gpu_index_is_used_when_the_device_says_so(monkeypatch):
+    "FAISS' GPU calls replaced by recorders: no GPU is at hand."
+    import torch
+
+    xq, xb = rows(10, 4), rows(60, 4)
+    index, calls = build_ivf(xb, nlist=3), []
+    monkeypatch.setattr(search, "pick_device", lambda device: torch.device(device or "cuda"))
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2, raising=False)
+    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "resources", raising=False)
+    monkeypatch.setattr(
+        faiss, "index_cpu_to_gpu", lambda resources, gpu, i: calls.append((resources, gpu)) or i, raising=False
+    )
+    for device in ("cuda:1", None, "cpu"):
+        ivf_search(index, xq, xb, k=1, nprobe=1, device=device)
+    assert calls == [("resources", 1), ("resources", 0)]
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
+    with pytest.raises(InputError, match="no GPU"):
+        ivf_search(index, xq, xb, k=1, nprobe=1, device="cuda")
+
+
+@pytest.mark.skipif(
+    "not __import__('importlib').util.find_spec('torch') or not __import__('torch').cuda.is_available()",
+    reason="needs a CUDA device",
+)
+def test_cuda_equals_cpu():
+    xq, xb = rows(500, 64, 22), rows(5000, 64, 23)
+    cpu, gpu = knn(xq, xb, 5, device="cpu"), knn(xq, xb, 5, device="cuda")
+    assert (cpu.I == gpu.I).all() and cpu.D.tobytes() == gpu.D.tobytes()
+    assert (loo_knn(xb, 3, device="cuda").I == loo_knn(xb, 3, device="cpu").I).all()
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda x: knn(x, x, 0), "k must"),
+        (lambda x: knn(x, x, 1.5), "k must"),
+        (lambda x: knn(x, x[:, :2], 1), "columns"),
+        (lambda x: knn(x * np.nan, x, 1), "NaN"),
+        (lambda x: build_ivf(x, nlist=2.5), "nlist must be an integer >= 1, got 2.5"),
+        (lambda x: ivf_search(build_ivf(x, nlist=2), x, x, k=1, nprobe=1.5), "nprobe must be an integer"),
+        (lambda x: SearchConfig("ivf", 1, 10.5, 1), "nlist must be an integer"),
+        (lambda x: build_ivf(x, nlist=0), "nlist"),
+        (lambda x: build_ivf(x, nlist=31), "1..30"),
+        (lambda x: ivf_sweep(x, x, nlist=3, nprobes=(4,), k=1), "1..3"),
+        (lambda x: ivf_search(build_ivf(x, nlist=2), x, x[:9], k=1, nprobe=1), "30 rows"),
+        (lambda x: SearchConfig("hnsw"), "hnsw"),
+        (lambda x: SearchConfig(nprobe=1), "no lists"),
+        (lambda x: SearchConfig("ivf", 1, 10), "nprobe"),
+        (lambda x: SearchConfig("ivf", 1, 4, 5), "nprobe"),
+        (lambda x: SearchConfig(k=0), "k must"),
+        (lambda x: same_search([SearchConfig(), SearchConfig(k=2)]), "2 searches"),
+        (lambda x: same_search([]), "0 searches"),
+    ],
+)
+def test_bad_input_is_named(call, text):
+    with pytest.raises(InputError) as error:
+        call(rows(30, 4))
+    assert text in str(error.value)
+
+
+def test_config_names_the_search():
+    xq, xb = rows(20, 8), rows(200, 8, 1)
+    assert (search.search(xq, xb, SearchConfig(k=3), device="cpu").I == knn(xq, xb, 3, device="cpu").I).all()
+    ivf = SearchConfig("ivf", 3, 5, 2, kmeans_seed=7)
+    assert (
+        search.search(xq, xb, ivf, device="cpu").I
+        == ivf_sweep(xq, xb, nlist=5, nprobes=(2,), k=3, kmeans_seed=7, device="cpu")[2].I
+    ).all()
+    with pytest.raises(Exception):
+        ivf.k = 4  # frozen

@@ -1,0 +1,124 @@
+"Samplers against counting and brute force, rho against its definition, at the sizes of the paper."
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from ega.arrays import InputError
+from ega.losses import triplet
+from ega.sparsity import (
+    active_ratio,
+    class_index,
+    draw_dataset_uniforms,
+    random_batch_triplets,
+    random_dataset_triplets,
+    sample_dataset_triplets,
+    triplet_active_ratio,
+)
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_class_index_finds_every_row(seed):
+    y = torch.from_numpy(np.random.default_rng(seed).integers(0, 9, 200) * 3)
+    i = class_index(y)
+    for c, label in enumerate(torch.unique(y)):
+        rows = i.order[i.start[c] : i.start[c] + i.count[c]]
+        assert torch.equal(rows, torch.nonzero(y == label)[:, 0])
+        assert torch.equal(i.place[rows], torch.arange(len(rows))) and (i.member[rows] == c).all()
+
+
+@pytest.mark.parametrize("draw", ["whole", "batch"])
+def test_triplets_are_legal(draw):
+    y = torch.from_numpy(np.random.default_rng(0).integers(0, 40, 256))
+    index, g = class_index(y), gen()
+    for _ in range(50):
+        t = (
+            random_dataset_triplets(index, torch.arange(256), gen=g)
+            if draw == "whole"
+            else random_batch_triplets(y, gen=g)
+        )
+        assert (t.a != t.p).all() and (y[t.a] == y[t.p]).all() and (y[t.a] != y[t.n]).all()
+
+
+def test_whole_set_negatives_are_uniform_over_classes_not_rows():
+    "Class 1 has 90 rows, class 2 has 10: the released sampler draws both equally often."
+    y = torch.tensor([0] * 5 + [1] * 90 + [2] * 10)
+    index, g = class_index(y), gen()
+    n = torch.cat([random_dataset_triplets(index, torch.zeros(1000, dtype=torch.long), gen=g).n for _ in range(20)])
+    share = float((y[n] == 2).double().mean())
+    assert abs(share - 0.5) < 4 * (0.25 / 20000) ** 0.5
+
+
+def test_anchors_without_a_partner_are_left_out():
+    y = torch.tensor([0, 0, 1, 2, 2, 2])
+    assert 2 not in random_dataset_triplets(class_index(y), torch.arange(6), gen=gen()).a
+    assert 2 not in random_batch_triplets(y, gen=gen()).a
+    assert len(random_batch_triplets(torch.zeros(4).long(), gen=gen()).a) == 0  # one class: no negative
+    assert len(random_batch_triplets(torch.arange(4), gen=gen()).a) == 0  # all distinct: no positive
+
+
+def test_an_anchor_may_be_its_own_positive_when_asked():
+    "As in the released code: uniform over its class, itself among them; a row alone in its class is then its own positive."
+    y = torch.tensor([0] * 4 + [1] * 10 + [2])
+    index, g, own = class_index(y), gen(), torch.zeros(20_000, dtype=torch.long)
+    t, legal = sample_dataset_triplets(index, own, draw_dataset_uniforms(len(own), g), self_positive=True)
+    share = torch.bincount(t.p, minlength=15).double()[:4] / len(own)
+    assert legal.all() and (abs(share - 0.25) < 4 * (0.25 * 0.75 / len(own)) ** 0.5).all() and (y[t.n] != 0).all()
+    lone = torch.tensor([14])
+    for allowed in (False, True):
+        t, legal = sample_dataset_triplets(index, lone, draw_dataset_uniforms(1, g), self_positive=allowed)
+        assert bool(legal) == allowed and (not allowed or t.p == lone)
+
+
+def test_one_class_is_refused():
+    with pytest.raises(InputError, match="at least 2 classes"):
+        random_dataset_triplets(class_index(torch.zeros(5).long()), torch.arange(5), gen=gen())
+
+
+def test_same_generator_same_triplets():
+    y = torch.arange(64) % 7
+    for draw in (
+        lambda g: random_batch_triplets(y, gen=g),
+        lambda g: random_dataset_triplets(class_index(y), torch.arange(64), gen=g),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(3))))
+        assert not all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(4))))
+
+
+def test_rho_counts_open_hinges_strictly():
+    r = active_ratio(torch.tensor([-0.1, 0.0, 1e-9, 0.3]))
+    assert r.rho == 0.5 and r.n == 4 and r.low < 0.5 < r.high
+
+
+def test_rho_of_nothing_is_unknown():
+    assert np.isnan(active_ratio(torch.empty(0)).rho)
+
+
+def test_wilson_interval_is_scipys():
+    for open_, n in ((7, 200), (0, 50), (50, 50)):
+        ci = binomtest(open_, n).proportion_ci(method="wilson")
+        r = active_ratio(torch.tensor([1.0] * open_ + [-1.0] * (n - open_)), z=1.959963984540054)
+        assert np.allclose((r.low, r.high), ci, atol=1e-9)
+
+
+def test_rho_falls_with_the_margin_and_open_triplets_alone_have_gradient():
+    y = torch.arange(300) % 10
+    z = torch.nn.functional.normalize(
+        torch.randn(300, 32, generator=gen(), dtype=torch.float64), dim=1
+    ).requires_grad_()
+    t = random_dataset_triplets(class_index(y), torch.arange(300), gen=gen())
+    assert (
+        triplet_active_ratio(z, t, 0.01).rho < triplet_active_ratio(z, t, 0.2).rho < triplet_active_ratio(z, t, 1.0).rho
+    )
+    (g,) = torch.autograd.grad(triplet(z[t.a], z[t.p], z[t.n], 0.01), z)
+    d = torch.nn.functional.pairwise_distance
+    open_ = d(z[t.a], z[t.p]) - d(z[t.a], z[t.n]) + 0.01 > 0
+    touched = torch.zeros(300, dtype=torch.bool)
+    for part in t:
+        touched[part[open_]] = True
+    assert (g[~touched] == 0).all() and (g[touched].abs().sum(1) > 0).all()

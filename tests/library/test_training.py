@@ -1,0 +1,435 @@
+"The loop against torch by hand, its determinism, its checkpoints under a real kill."
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from ega.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
+from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.files import hash_arrays
+from ega.losses import cosface, icon, icon_self_included, nca_half_repulsion, supcon
+from ega.sparsity import class_index, random_dataset_triplets
+from ega.training import (
+    TrainConfig,
+    _Stack,
+    batch_triplet_objective,
+    cosine_schedule,
+    dataset_triplet_objective,
+    pairwise_objective,
+    proxy_objective,
+    train,
+    train_many,
+    with_displacement_penalty,
+)
+
+
+def data(n=150, d=20, classes=5, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % classes
+    return normalize(rng.normal(size=(n, d)) + rng.normal(size=(classes, d))[y]), y
+
+
+def bits(adapter):
+    return hash_arrays(*(v.numpy() for v in adapter.state_dict().values()))
+
+
+def fit(objective, x, y, make=ReleasedEGA, seed=0, config=TrainConfig(epochs=6, batch_size=32, lr=1e-3), **kw):
+    s = spawn_rngs(seed)
+    adapter = make(
+        x.shape[1],
+        **({} if make is LinearAdapter else {"rank": 4} if make is LoRAAdapter else {"hidden": 16}),
+        gen=torch_generator(s.init),
+    )
+    return adapter, train(adapter, objective, x, y, streams=s, config=config, device="cpu", **kw)
+
+
+def objectives(y):
+    return {
+        "batch": batch_triplet_objective(0.2),
+        "dataset": dataset_triplet_objective(0.2, class_index(torch.as_tensor(y))),
+        "supcon": pairwise_objective(supcon),
+        "preserve": with_displacement_penalty(batch_triplet_objective(0.2), 1.0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_the_loop_is_adamw_with_its_schedule_by_hand(kind):
+    "A plain loop with torch's scheduler and the same generators gives the same weights."
+    x, y = data()
+    config, s = TrainConfig(epochs=4, batch_size=64, lr=1e-3, schedule=kind), spawn_rngs(1)
+    ours, _ = fit(pairwise_objective(supcon), x, y, seed=1, config=config)
+    theirs = ReleasedEGA(20, hidden=16, gen=torch_generator(s.init))
+    order = torch_generator(s.order)
+    opt = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 4)
+    tx, ty = torch.tensor(x), torch.tensor(y)
+    for _ in range(4):
+        for rows in torch.randperm(150, generator=order).split(64):
+            loss = supcon(theirs(tx[rows]), ty[rows])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        if kind == "cosine":
+            schedule.step()
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+ADAPTERS = {
+    "ega": lambda g: PaperEGA(20, hidden=16, gen=g),
+    "ega_released": lambda g: ReleasedEGA(20, hidden=16, gen=g),
+    "lora": lambda g: LoRAAdapter(20, rank=6, gen=g),
+    "linear": lambda g: LinearAdapter(20),
+}
+
+
+def stirred(kind):
+    "An adapter in float64 whose weights are all away from their start."
+    adapter = ADAPTERS[kind](torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        [
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            for i, p in enumerate(adapter.parameters())
+        ]
+    return adapter
+
+
+def gradient(adapter, objective, x, y, rows, seed, whole):
+    "The step, and the gradient of all weights as one vector, with the whole graph or leaving out rows."
+    step = objective(adapter.train(not whole), x, y, rows, torch.Generator().manual_seed(seed))
+    return step, torch.cat([g.flatten() for g in torch.autograd.grad(step.loss, adapter.parameters())])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(whole):
+    x, y = data()
+    tx, ty, rows = torch.tensor(x).double(), torch.tensor(y), torch.arange(50)
+    index, adapter = class_index(ty), stirred("ega_released")
+    t = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(5))
+    _, ours = gradient(adapter, dataset_triplet_objective(0.3, index), tx, ty, rows, 5, whole)
+    hand = torch.nn.TripletMarginLoss(margin=0.3)(*(adapter.eval()(tx[i]) for i in t))
+    assert torch.allclose(
+        ours, torch.cat([g.flatten() for g in torch.autograd.grad(hand, adapter.parameters())]), atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("margin", [0.001, 0.2, 1.0])
+def test_leaving_out_rows_has_the_gradient_of_the_whole_graph(kind, margin):
+    "In float64, over batches with few, some and nearly all hinges open."
+    x, y = data()
+    tx, ty, adapter = torch.tensor(x).double(), torch.tensor(y), stirred(kind)
+    for objective in (
+        batch_triplet_objective(margin),
+        dataset_triplet_objective(margin, class_index(ty)),
+        with_displacement_penalty(batch_triplet_objective(margin), 3.0),
+        pairwise_objective(supcon),
+    ):
+        for seed in range(3):
+            (a, ga), (b, gb) = (
+                gradient(adapter, objective, tx, ty, torch.arange(64), seed, whole) for whole in (False, True)
+            )
+            assert (
+                torch.allclose(ga, gb, rtol=1e-10, atol=1e-13)
+                and torch.allclose(a.loss, b.loss, rtol=1e-12)
+                and a.rho == b.rho
+            )
+
+
+def test_the_backward_pass_multiplies_the_touched_rows_alone(monkeypatch):
+    "One open triplet of 40 rows: three rows reach the products; a batch of shut triplets: none, and a gradient of zeros."
+    from ega import adapters
+
+    seen, touched = [], adapters._touched
+
+    def counted(g):
+        rows = touched(g)
+        seen.append(len(g[rows]))
+        return rows
+
+    monkeypatch.setattr(adapters, "_touched", counted)
+    adapter, x = stirred("ega_paper"), torch.tensor(data()[0]).double()[:40]
+    z = adapter.train()(x)
+    for margin, rows in ((2.0, 3), (-2.0, 0)):
+        (z[0] - z[1]).norm().sub((z[0] - z[2]).norm()).add(margin).relu().backward(retain_graph=True)
+        assert set(seen) == {rows}
+        seen.clear()
+
+
+@pytest.mark.parametrize("name", ["batch", "dataset", "supcon", "preserve"])
+def test_same_seed_same_bits(name):
+    x, y = data()
+    a, b, c = (bits(fit(objectives(y)[name], x, y, seed=s)[0]) for s in (3, 3, 4))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("make", [PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter])
+def test_every_adapter_trains_and_keeps_unit_rows(make):
+    x, y = data()
+    adapter, history = fit(
+        pairwise_objective(supcon), x, y, make=make, config=TrainConfig(epochs=10, batch_size=64, lr=3e-3)
+    )
+    z = transform(adapter, x)
+    assert (
+        history.loss[-1] < history.loss[0]
+        and np.allclose(np.linalg.norm(z, axis=1), 1, atol=1e-5)
+        and not np.allclose(z, x, atol=1e-2)
+    )
+    assert len(history.loss) == len(history.rho) == 30 and not adapter.training
+
+
+def test_global_random_state_is_neither_read_nor_touched():
+    x, y = data()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first, state = bits(fit(batch_triplet_objective(0.2), x, y)[0]), torch.random.get_rng_state()
+    torch.manual_seed(9)
+    np.random.seed(9)
+    assert bits(fit(batch_triplet_objective(0.2), x, y)[0]) == first
+    torch.manual_seed(0)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_batches_without_a_triplet_move_only_by_decay():
+    "Batches of 2 rows among 40 classes: most hold no positive; loss 0, rho 0, finite weights."
+    x, y = data(80, classes=40)
+    adapter, history = fit(batch_triplet_objective(0.2), x, y, config=TrainConfig(epochs=2, batch_size=2))
+    assert (
+        np.isfinite(history.loss).all()
+        and min(history.rho) == 0
+        and all(torch.isfinite(p).all() for p in adapter.parameters())
+    )
+
+
+def test_n_smaller_than_the_batch_and_a_short_last_batch():
+    for n in (10, 33):
+        x, y = data(n, classes=3)
+        assert len(fit(pairwise_objective(supcon), x, y)[1].loss) == 6 * -(-n // 32)
+
+
+def test_bad_input_is_refused_before_the_first_step():
+    x, y = data()
+    for change, words in (
+        (dict(y=y[:-1]), "one label a row"),
+        (dict(y=np.zeros(150, int)), "at least 2 classes"),
+        (dict(y=np.r_[y[:-1], -1]), "label -1"),
+        (dict(x=3 * x), "unit rows"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fit(pairwise_objective(supcon), **({"x": x, "y": y} | change))
+    with pytest.raises(InputError, match="epochs must be an integer >= 1"):
+        TrainConfig(epochs=0)
+    with pytest.raises(InputError, match="batch must be an integer >= 2, got 2.5"):
+        TrainConfig(batch_size=2.5)
+    with pytest.raises(InputError, match="lr must be >= 0"):
+        TrainConfig(lr=float("nan"))
+    with pytest.raises(InputError, match="schedule must be 'cosine' or 'constant'"):
+        TrainConfig(schedule="linear")
+
+
+def test_proxies_start_at_class_means_and_are_trained_beside_the_adapter():
+    x, y = data()
+    tx, ty = torch.tensor(x), torch.tensor(7 - 2 * y)  # labels need not be 0..C-1, nor in order
+    objective = proxy_objective(cosface, class_index(ty), tx)
+    start = objective.parameters[0].detach().clone()
+    means = torch.stack([tx[ty == c].mean(0) for c in ty.unique()])
+    assert torch.allclose(start, torch.nn.functional.normalize(means, dim=1), atol=1e-6)
+    adapter = LinearAdapter(x.shape[1])
+    loss = objective(adapter, tx, ty, torch.arange(40), torch.Generator()).loss
+    assert torch.allclose(loss, cosface(tx[:40], torch.unique(ty, return_inverse=True)[1][:40], means), atol=1e-5)
+    _, history = fit(
+        objective, x, y, make=LinearAdapter, config=TrainConfig(epochs=1, batch_size=len(x), lr=1e-3, weight_decay=0)
+    )
+    step = (objective.parameters[0] - start).abs()
+    assert (
+        torch.allclose(step.max(), torch.tensor(0.1), rtol=0.01) and len(history.loss) == 1
+    )  # AdamW's first step: pace x lr
+
+
+def test_a_diverging_loss_stops_with_the_learning_rate_named():
+    x, y = data()
+
+    def blows_up(z, y):
+        return (z * float("inf")).sum()
+
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        fit(pairwise_objective(blows_up), x, y)
+
+
+def test_cosine_begins_at_one_and_never_reaches_zero():
+    assert (
+        cosine_schedule(0, 10) == 1 and 0 < cosine_schedule(9, 10) < 0.03 and abs(cosine_schedule(5, 10) - 0.5) < 1e-12
+    )
+
+
+OBJECTIVES = {
+    "batch": lambda x, y: batch_triplet_objective(0.2),
+    "proxies": lambda x, y: proxy_objective(cosface, class_index(torch.tensor(y)), torch.tensor(x)),
+}
+
+KILLED = textwrap.dedent("""
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    from test_training import *
+    x, y = data()
+    plain = OBJECTIVES[{name!r}](x, y)
+    def slow(*a, **k): time.sleep(.02); return plain.step(*a, **k)
+    objective = Objective(slow, plain.numbers, plain.parameters)
+    adapter, history = fit(objective, x, y, config=TrainConfig(epochs=12, batch_size=32, lr=1e-3), checkpoint={path!r}, every=0)
+    print(bits(adapter), len(history.loss))
+""")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_kill_9_and_resume_gives_the_same_bits(tmp_path, name):
+    x, y = data()
+    whole, history = fit(OBJECTIVES[name](x, y), x, y, config=TrainConfig(epochs=12, batch_size=32, lr=1e-3))
+    path = tmp_path / "run.safetensors"
+    code = KILLED.format(tests=os.path.dirname(__file__), path=str(path), name=name)
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    while not path.exists():
+        time.sleep(0.01)
+        assert process.poll() is None
+    time.sleep(0.15)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert path.exists()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [bits(whole), str(len(history.loss))] and not path.exists()
+
+
+STACKED = {
+    "batch": lambda index, margin, lam: with_displacement_penalty(batch_triplet_objective(margin), lam),
+    "dataset": lambda index, margin, lam: with_displacement_penalty(dataset_triplet_objective(margin, index), lam),
+    **{
+        loss.__name__: lambda index, margin, lam, loss=loss: with_displacement_penalty(pairwise_objective(loss), lam)
+        for loss in (supcon, icon, icon_self_included, nca_half_repulsion)
+    },
+}
+SETTINGS = {"margin": [0.05, 0.2, 0.9], "lam": [0.0, 2.0, 0.5]}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stacked_step_has_the_value_and_gradient_of_solo_steps(kind, name):
+    "In float64, three runs with their own rows, weights, margin, lam and numbers."
+    sets = [data(n, seed=i) for i, n in enumerate((60, 55, 50))]
+    adapters = [stirred(kind) for _ in sets]
+    for i, a in enumerate(adapters):
+        with torch.no_grad():
+            [p.mul_(1 + i / 4) for p in a.parameters()]
+    rows, labels = [x.astype(np.float64) for x, _ in sets], [y for _, y in sets]
+    batch, gens = (
+        [torch.randperm(50, generator=torch.Generator().manual_seed(i))[:32] for i in range(3)],
+        [torch.Generator().manual_seed(9 + i) for i in range(3)],
+    )
+    stack = _Stack(
+        adapters,
+        rows,
+        labels,
+        STACKED[name],
+        {k: torch.tensor(v).double() for k, v in SETTINGS.items()},
+        torch.device("cpu"),
+    )
+    made = [
+        STACKED[name](class_index(torch.tensor(y)), **{k: v[i] for k, v in SETTINGS.items()})
+        for i, y in enumerate(labels)
+    ]
+    u = torch.stack([o.draw(32, g) for o, g in zip(made, gens)])
+    loss, rho = stack.step([0, 1, 2], torch.stack(batch), u)
+    ours = torch.autograd.grad(loss.sum(), list(stack.weights.values()))
+    for i, (a, o) in enumerate(zip(adapters, made)):
+        solo, gradients = gradient(a, o, torch.tensor(rows[i]), torch.tensor(labels[i]), batch[i], 9 + i, True)
+        assert torch.allclose(loss[i], solo.loss, atol=1e-7) and abs(rho[i] - solo.rho) < 1e-12
+        assert torch.allclose(
+            torch.cat([g[i].flatten() for g in ours]), gradients, atol=1e-7
+        )  # margins enter as float32
+    some, _ = stack.step([0, 2], torch.stack([batch[0], batch[2]]), u[[0, 2]])
+    assert torch.allclose(some, loss[[0, 2]])
+
+
+def many(stacked, sizes=(150, 140, 150), seeds=(0, 1, 2), make=ReleasedEGA, name="dataset", **change):
+    s, sets = [spawn_rngs(i) for i in seeds], [data(n, seed=7) for n in sizes]
+    adapters = [make(20, hidden=16, gen=torch_generator(i.init)) for i in s]
+    args = (
+        dict(
+            settings=SETTINGS,
+            streams=s,
+            config=TrainConfig(epochs=4, batch_size=32, lr=1e-3),
+            device="cpu",
+            stacked=stacked,
+        )
+        | change
+    )
+    return adapters, train_many(adapters, STACKED[name], *map(list, zip(*sets)), **args), sets
+
+
+@pytest.mark.parametrize("name", ["batch", "dataset", "supcon"])
+def test_stacked_runs_end_where_solo_runs_end(name):
+    "Also when the last batches differ in length (150 and 140 rows in batches of 32); another seed ends elsewhere."
+    (a, ha, sets), (b, hb, _), (c, _, _) = (
+        many(False, name=name),
+        many(True, name=name),
+        many(True, seeds=(0, 1, 3), name=name),
+    )
+    z = [[transform(f, x) for f, (x, _) in zip(group, sets)] for group in (a, b, c)]
+    for i in range(3):
+        assert np.abs(z[0][i] - z[1][i]).max() < 1e-5 < 1e-3 < np.abs(z[0][i] - sets[i][0]).max()
+        assert np.allclose(ha[i].loss, hb[i].loss, atol=1e-5) and len(hb[i].rho) == 4 * 5
+    assert np.abs(z[1][2] - z[2][2]).max() > 1e-3 and not b[0].training
+
+
+def test_objectives_with_weights_of_their_own_do_not_stack():
+    x, y = data()
+    s = [spawn_rngs(i) for i in range(2)]
+
+    def proxies(index):
+        return proxy_objective(cosface, index, torch.tensor(x))
+
+    with pytest.raises(InputError, match="stacked=False"):
+        train_many(
+            [LinearAdapter(x.shape[1]) for _ in s],
+            proxies,
+            [x] * 2,
+            [y] * 2,
+            settings={},
+            streams=s,
+            stacked=True,
+            device="cpu",
+        )
+
+
+def test_runs_that_cannot_share_their_steps_are_refused():
+    cases = {
+        "steps an epoch": dict(sizes=(150, 100, 150)),
+        "one entry a run": dict(settings={"margin": [0.1, 0.2], "lam": [0.0, 0.0, 0.0]}),
+    }
+    for words, change in cases.items():
+        with pytest.raises(InputError, match=words):
+            many(True, **change)
+    s, (x, y) = [spawn_rngs(0), spawn_rngs(1)], data()
+    mixed = [ReleasedEGA(20, hidden=h, gen=torch_generator(i.init)) for h, i in zip((16, 8), s)]
+    with pytest.raises(InputError, match="one architecture"):
+        train_many(
+            mixed,
+            lambda index: pairwise_objective(supcon),
+            [x, x],
+            [y, y],
+            settings={},
+            streams=s,
+            device="cpu",
+            stacked=True,
+        )

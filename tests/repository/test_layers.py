@@ -1,0 +1,158 @@
+"""Which module may import which. The imports are read from the sources, so one inside a function counts too."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+package = Path(__file__).resolve().parents[2] / "ega"
+
+LIBRARY = [
+    {"arrays"},
+    {"files", "testing"},
+    {"packs", "adapters", "losses", "search", "statistics"},
+    {"vectors", "datasets", "sparsity", "metrics", "certificates"},
+    {"encoders", "closed_form", "training", "transform"},
+    {"embed", "methods", "theory"},
+    {"evaluation", "index"},
+    {"selection", "lance", "monitor"},
+    {"estimator"},
+    {"report"},
+    {"cli"},
+]
+EXPERIMENTS = [
+    {"experiments.protocols", "experiments.plots", "experiments.harness", "experiments.throughput"},
+    {"experiments.runs"},
+    {"experiments.grids", "experiments.summary", "experiments.benchmarks"},
+    {"experiments.published", "experiments.tables"},
+    {"experiments.cli"},
+]
+LAYERS = LIBRARY + EXPERIMENTS  # an experiment may import the whole library; the library imports no experiment
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = [
+    "arrays",
+    "files",
+    "packs",
+    "datasets",
+    "search",
+    "metrics",
+    "statistics",
+    "closed_form",
+    "certificates",
+    "cli",
+    "experiments.protocols",
+    "experiments.plots",
+    "experiments.benchmarks",
+    "experiments.harness",
+    "experiments.cli",
+]
+
+
+def imported(
+    source,  # text of a module of the package
+    module,  # its dotted name below `ega`
+):  # set of dotted names below `ega` that it imports, at any depth of nesting
+    "Absolute and relative imports, and attributes such as `ega.x` after `import ega`."
+    parents, taken = ["ega", *module.split(".")][:-1], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            taken |= {a.name for a in node.names}
+        elif isinstance(node, ast.Attribute):
+            taken.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            taken |= {f"{base}.{a.name}" for a in node.names} if base in ("ega", "ega.experiments") else {base}
+    below = {name.removeprefix("ega.") for name in taken if name.startswith("ega.") and "(" not in name}
+    return {".".join(n.split(".")[: 2 if n.startswith("experiments.") else 1]) for n in below}
+
+
+def modules(folder=package):
+    "Dotted name below `ega` -> source, without the hand-written `__init__` and the index of nbdev."
+    files = [f for f in sorted(folder.rglob("*.py")) if not f.stem.startswith("_")]
+    return {".".join(f.relative_to(folder).with_suffix("").parts): f.read_text() for f in files}
+
+
+def complaints(
+    sources,  # dict: module name -> source
+):  # list of sentences, empty when the order holds
+    "Every import that goes upwards, sideways, or from the library to the experiments."
+    bad = [f"ega.{m} has no layer: give it one in tests/repository/test_layers.py" for m in sources if m not in LEVEL]
+    for m, source in sources.items():
+        for n in sorted(imported(source, m) - {m}):
+            if n not in LEVEL:
+                if not n.startswith("__") and n != "experiments":
+                    bad.append(
+                        f"ega.{m} takes {n} from the package itself, which hides its layer; import it from its module"
+                    )
+            elif m in LEVEL and n.startswith("experiments.") and not m.startswith("experiments."):
+                bad.append(f"ega.{m} belongs to the library and imports ega.{n}, an experiment")
+            elif m in LEVEL and LEVEL[n] > LEVEL[m]:
+                bad.append(f"ega.{m} (layer {LEVEL[m]}) imports ega.{n} (layer {LEVEL[n]}), which lies above it")
+            elif m in LEVEL and LEVEL[n] == LEVEL[m]:
+                bad.append(f"ega.{m} imports ega.{n} sideways: both are in layer {LEVEL[m]}")
+    return bad
+
+
+def test_every_module_imports_from_lower_layers_only():
+    assert not complaints(modules()), "\n".join(complaints(modules()))
+
+
+@pytest.mark.parametrize(
+    "module, source, word",
+    [
+        ("arrays", "from ega.packs import read_pack", "above"),
+        ("losses", "def f():\n    from ega.training import train", "above"),  # hidden in a function
+        ("metrics", "class A:\n    def f(self):\n        import ega.methods as r", "above"),
+        ("search", "from . import metrics", "above"),
+        ("packs", "from .theory import drift", "above"),
+        ("losses", "from ega.adapters import LinearAdapter", "sideways"),
+        ("adapters", "from .losses import supcon", "sideways"),
+        ("encoders", "from ega.closed_form import WCCN", "sideways"),
+        ("packs", "import ega\ndef f(): return ega.metrics.lp_at_k", "above"),
+        ("packs", "import ega\ndef f(): return ega.normalize", "takes normalize from the package"),
+        ("arrays", "def f():\n    from ega import read_pack", "takes read_pack from the package"),
+        ("selection", "from ega.experiments.grids import GRIDS", "an experiment"),
+        ("cli", "def f():\n    from ega.experiments import runs", "an experiment"),
+        ("methods", "from .experiments.runs import RunConfig", "an experiment"),
+        ("experiments.runs", "from .grids import GRIDS", "above"),
+        ("experiments.runs", "from ega.experiments.grids import GRIDS", "above"),
+        ("experiments.grids", "from .summary import summarize", "sideways"),
+        ("surprise", "x = 1", "no layer"),
+    ],
+)
+def test_an_offender_is_named(module, source, word):
+    bad = complaints({**modules(), module: source})
+    assert any(f"ega.{module}" in line and word in line for line in bad), bad
+
+
+def test_what_is_allowed_passes():
+    assert not complaints(
+        {
+            "metrics": "from ega.search import knn\nimport numpy",
+            "experiments.runs": "from ..methods import fit_adapter\nfrom ega.estimator import EmbeddingAdapter",
+            "arrays": "import torch, ega\nv = ega.__version__",
+        }
+    )
+
+
+def loaded(
+    statement,  # Python to run in a new process
+    *names,  # top-level packages
+):  # those of the names that the statement loaded
+    "Which packages a statement loads, measured in a process of its own."
+    code = f"{statement}\nimport sys\nprint(*(n for n in {names!r} if n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["", *WITHOUT_TORCH])
+def test_import_loads_no_torch(module):
+    assert loaded(f"import ega{'.' if module else ''}{module}", "torch") == []
+
+
+def test_a_loaded_torch_is_seen():
+    assert loaded("import torch", "torch", "no_such_package") == ["torch"]
