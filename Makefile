@@ -1,4 +1,4 @@
-# Two commands matter, `make reproduce` and `make test`; both set themselves up.
+# The two main commands are `make reproduce` and `make test`; both install into .venv first.
 PROFILE ?= quick
 BIN     := .venv/bin
 PY      := $(BIN)/python
@@ -21,30 +21,30 @@ reproduce: $(READY)  ## train the main grid, draw its report (PROFILE=quick or f
 paper: $(READY)  ## committed results -> tables, figures, paper/report.pdf
 	@$(PY) paper/build.py
 
-docs: $(READY)  ## chapters, tutorials, API -> build/docs/index.html, without a network
+docs: $(READY)  ## chapters, tutorials, API -> build/docs/index.html, offline
 	@$(PY) -c 'import furo, latex2mathml, myst_nb' 2>/dev/null || { echo "Adding Sphinx to .venv ..."; $(PY) -m pip install -qq -c constraints.txt -e '.[docs]'; }
 	@start=$$(date +%s); $(PY) -m sphinx -E -W --keep-going -q -c docs . build/docs && \
 	  echo "build/docs/index.html after $$(($$(date +%s) - start)) s"
 
-test: $(READY)  ## everything: export, README, notebooks, tests, outputs
+test: $(READY)  ## form, export, README, types, notebooks, tests, outputs
 	@$(PY) tests/steps.py test
 
-quick: $(READY)  ## the part of test that takes seconds: export, README, form
+quick: $(READY)  ## the part of test that takes seconds: form, export, README
 	@$(PY) tests/steps.py quick
 
 check: $(READY)  ## test, then the docs site and the lowest versions promised
 	@$(PY) tests/steps.py check
 
-bench: $(READY)  ## time ega beside what you would otherwise use; 10 minutes
+bench: $(READY)  ## time ega beside other libraries; 10 minutes
 	@$(BIN)/ega-paper bench
 
 export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
-	@$(BIN)/nbdev_export
+	@$(BIN)/ruff format --quiet . && $(BIN)/nbdev_export
 	@OMP_NUM_THREADS=1 $(PY) -m nbconvert --log-level ERROR --to notebook --execute --inplace \
 	  --ExecutePreprocessor.extra_arguments=--log-level=ERROR nbs/index.ipynb
 	@$(BIN)/nbdev_clean && $(PY) docs/readme.py
 
-lab: $(READY) $(NOTICES)  ## open the notebooks in JupyterLab, first page first
+lab: $(READY) $(NOTICES)  ## open the first notebook in JupyterLab
 	@$(PY) -m jupyterlab --allow-root --LabApp.default_url=/lab/tree/nbs/index.ipynb
 
 hooks: $(READY)  ## in this clone only: check before a commit, merge by cell
@@ -57,7 +57,7 @@ clean:  ## remove caches; runs in build/ and .venv stay
 	@rm -rf _nbval _proc docs/api .pytest_cache .hypothesis *.egg-info nbs/.ipynb_checkpoints
 	@find ega nbs tests docs paper -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The stamp holds the folder it was made in: a moved or copied tree would go on importing the old one.
+# The stamp holds the folder it was made in: a moved or copied tree would still import the old one.
 ifneq ("$(shell cat $(READY) 2>/dev/null)","$(CURDIR)")
 $(READY): always
 endif

@@ -1,6 +1,7 @@
-"""API pages: one a module, in the groups of the chapters, with the comments behind parameters as their explanation."""
+"""API pages: one page for each module, in the groups of the chapters, with the comments behind parameters as their explanation."""
 
 import ast
+import importlib
 import inspect
 import io
 import json
@@ -12,7 +13,7 @@ import tokenize
 def as_rst(
     text,  # a docstring or comment: plain words, `code` and $formulas$
 ):  # the same in reStructuredText
-    "Nothing but code and formulas means anything."
+    "Escape everything but code and formulas."
     parts = re.split(r"(`[^`]+`|\$[^$\s][^$]*\$)", text)
 
     def one(part):
@@ -28,7 +29,7 @@ def as_rst(
 def comments(
     source,  # text of a function or class
 ):  # [(names, comment)]; names "" stands for what is returned, None for a comment behind a signature in one line
-    "What stands behind the parameters of a function, behind those of a class's `__init__`, or behind the fields of a dataclass."
+    "The comments behind the parameters of a function or of a class's `__init__`, or behind the fields of a dataclass."
     source = textwrap.dedent(source)
     (node,) = ast.parse(source).body
     said = {
@@ -61,7 +62,9 @@ def comments(
 
 
 def explain(app, what, name, obj, options, lines):
-    "For autodoc: the docstring as plain words, then a list of parameters."
+    "For autodoc: the docstring as plain text, then a list of parameters; numpydoc docstrings are left to napoleon."
+    if any(set(line.strip()) == {"-"} for line in lines):
+        return
     lines[:] = [as_rst(line) for line in lines]
     if what not in ("function", "method", "class"):
         return
@@ -89,32 +92,54 @@ def skip(app, what, name, obj, skip, options):
 
 def exported(
     path,  # of a notebook
-):  # (name of the module it exports or None, its claim)
-    "What the first cells of a chapter say."
+):  # (name of the module it exports or None, its description)
+    "The module and the description in the first cells of a notebook."
     head = "\n".join("".join(c["source"]) for c in json.loads(path.read_text())["cells"][:3])
-    name, claim = (re.search(pattern, head, re.M) for pattern in (r"^#\| default_exp (\w+)", r"^> (.+)$"))
-    return name and name[1], claim[1]
+    name, description = (re.search(pattern, head, re.M) for pattern in (r"^#\| default_exp ([\w.]+)", r"^> (.+)$"))
+    return name and name[1], description[1]
 
 
 def modules(
     chapters,  # {group: [(title, path)]}
     root,  # of the repository
-):  # {group: [(module, its claim, title of its chapter, path of its chapter)]}
-    "What the chapters export."
+):  # {group: [(module, its description, title of its chapter, path of its chapter)]}
+    "The modules that the chapters export."
     rows = {group: [(*exported(root / path), title, path) for title, path in of] for group, of in chapters.items()}
     return {group: kept for group, of in rows.items() if (kept := [row for row in of if row[0]])}
 
 
-def top():
-    "What the package itself gives, as Markdown."
-    import ega
+TASKS = {
+    "Make and store embeddings": (
+        "embed.embed",
+        "packs.EmbeddingSet",
+        "packs.read_pack",
+        "packs.write_pack",
+        "arrays.normalize",
+    ),
+    "Select and fit an adapter": ("estimator.EmbeddingAdapter", "selection.select_adapter", "methods.fit_adapter"),
+    "Adapters and closed forms": (
+        *(f"adapters.{name}" for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")),
+        *(f"closed_form.{name}" for name in ("WCCN", "ValidatedWCCN", "LDAMap", "PCAMap")),
+    ),
+    "Train": ("training.train", "losses.supcon"),
+    "Evaluate": (
+        *("evaluation.evaluate", "search.knn", "search.ivf_sweep", "metrics.lp_at_k", "metrics.ar_at_k"),
+        *("statistics.bootstrap", "report.write_report"),
+    ),
+    "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
+}
 
-    return [
-        "## The package",
-        "",
-        *(f"- `from ega import {', '.join(names)}`, of [ega.{m}]({m}.md)" for m, names in ega._HOMES.items()),
-        "",
-    ]
+
+def tasks():
+    "The main objects of the library by task, as Markdown. Raises AttributeError for one that does not exist."
+    lines = ["## By task", "", "| task | objects |", "| --- | --- |"]
+    for task, names in TASKS.items():
+        for name in names:
+            module, _, attribute = name.partition(".")
+            getattr(importlib.import_module(f"ega.{module}"), attribute)
+        links = (f"[{name.partition('.')[2]}]({name.partition('.')[0]}.md#ega.{name})" for name in names)
+        lines.append(f"| {task} | {', '.join(links)} |")
+    return [*lines, ""]
 
 
 def write(
@@ -122,13 +147,13 @@ def write(
     chapters,  # {group: [(title, path)]}
     root,  # of the repository
 ):
-    "Write the pages that changed."
+    "Write the pages whose content changed."
     pages, lists = {}, []
     for group, of in modules(chapters, root).items():
         lists += [
             f"## {group[0].upper()}{group[1:]}",
             "",
-            *(f"- [ega.{m}]({m}.md): {claim}" for m, claim, _, _ in of),
+            *(f"- [ega.{m}]({m}.md): {description}" for m, description, _, _ in of),
             "",
             "```{toctree}",
             ":hidden:",
@@ -139,13 +164,13 @@ def write(
         ]
         for m, _, title, path in of:
             pages[f"{m}.md"] = (
-                f"# ega.{m}\n\nWritten and proved in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
+                f"# ega.{m}\n\nExplained and tested in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
             )
-    if missing := {f"{f.stem}.md" for f in (root / "ega").glob("[a-z]*.py")} - set(pages):
+    modules_there = (f.relative_to(root / "ega").with_suffix("") for f in (root / "ega").rglob("[a-z]*.py"))
+    if missing := {f"{'.'.join(m.parts)}.md" for m in modules_there} - set(pages):
         raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
-    pages["modules.md"] = (
-        "# API\n\nOne page a module, and its claim. What stands behind each parameter is the comment in its source.\n\n"
-        + "\n".join([*top(), *lists])
+    pages["modules.md"] = "# API\n\nThe main objects by task, then one page for each module.\n\n" + "\n".join(
+        [*tasks(), *lists]
     )
     folder.mkdir(exist_ok=True)
     for old in set(folder.glob("*.md")) - {folder / name for name in pages}:

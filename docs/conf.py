@@ -18,9 +18,10 @@ from ega import __version__
 
 project, author, copyright, version = "ega", "ega authors", "2026, ega authors", __version__
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "nbs/*.ipynb", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "CHANGELOG.md"]
+include_patterns = ["docs/**.md", "nbs/**.ipynb", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "build", "_*", "docs/_*", "**.egg-info", "**/.ipynb_checkpoints"]
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+napoleon_google_docstring = False
 
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
@@ -40,7 +41,7 @@ html_copy_source = html_show_sphinx = False
 
 
 def chapters():
-    "The groups of chapters, as README.md has them: {group: [(title, path)]}."
+    "The groups of chapters in README.md: {group: [(title, path)]}."
     section = (root / "README.md").read_text().partition("## The chapters")[2]  # another table leads to a chapter, too
     rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
     return {group: re.findall(r"\[([^\]]+)\]\((nbs/[^)]+)\)", links) for group, links in rows}
@@ -84,7 +85,7 @@ def shown(
 
 
 def read(app, name, source):
-    "A notebook without its plumbing; the first page with the chapters."
+    "A notebook without its hidden cells; the first page with the list of chapters."
     if name.startswith("nbs/"):
         import nbformat
 
@@ -102,7 +103,7 @@ def read(app, name, source):
 
 
 def check(app, error):
-    "Links between the pages of the built site; a dead one is a warning, and `make docs` fails on those."
+    "Check the links between the pages of the built site; a dead one is a warning, and `make docs` fails on warnings."
     from sphinx.util import logging
 
     if error or app.builder.format != "html":

@@ -86,8 +86,9 @@ def clone(
     for name in ("data", "nbs", "paper"):
         (folder / name).symlink_to(root / name)
     (folder / "bin").mkdir()
-    (folder / "bin/ega").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m ega \"$@\"\n")
-    (folder / "bin/ega").chmod(0o755)
+    for name, module in (("ega", "ega"), ("ega-paper", "ega.experiments")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\nexec '{sys.executable}' -m {module} \"$@\"\n")
+        (folder / "bin" / name).chmod(0o755)
     es = read_pack(root / "data/packs/clinc150__all_minilm_l6_v2.parquet")
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
     np.save(folder / "X.npy", es.x[few])

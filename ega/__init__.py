@@ -1,17 +1,38 @@
 """Adapt a frozen encoder for vector search without breaking the classes it has not seen."""
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING
+
+__version__ = "0.2.0"
+__all__ = [
+    "AdaptedIndex",
+    "EmbeddingAdapter",
+    "EmbeddingSet",
+    "InputError",
+    "Monitor",
+    "evaluate",
+    "normalize",
+    "read_pack",
+    "write_pack",
+]
+
+if TYPE_CHECKING:  # editors and type checkers see the names; nothing is imported at run time
+    from .arrays import InputError, normalize
+    from .estimator import EmbeddingAdapter
+    from .evaluation import evaluate
+    from .index import AdaptedIndex
+    from .monitor import Monitor
+    from .packs import EmbeddingSet, read_pack, write_pack
 
 _MODULE_OF = {
-    "InputError": "arrays",
-    "normalize": "arrays",
+    "AdaptedIndex": "index",
+    "EmbeddingAdapter": "estimator",
     "EmbeddingSet": "packs",
+    "InputError": "arrays",
+    "Monitor": "monitor",
+    "evaluate": "evaluation",
+    "normalize": "arrays",
     "read_pack": "packs",
     "write_pack": "packs",
-    "evaluate": "evaluation",
-    "EmbeddingAdapter": "estimator",
-    "AdaptedIndex": "index",
-    "Monitor": "monitor",
 }
 
 
@@ -25,4 +46,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*globals(), *_MODULE_OF])
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,8 @@
 "`python -m ega` is `ega`."
+
 import sys
 
 from .cli import main
 
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

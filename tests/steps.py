@@ -1,4 +1,4 @@
-"""`make quick`, `make test`, `make check`: the checks of the repository, one after the other, each with its time; all run even if one fails or hangs."""
+"""`make quick`, `make test`, `make check`: run the checks of the repository in order, also after one has failed or hung."""
 
 import os
 import shutil
@@ -13,12 +13,15 @@ LIMIT = 2400  # seconds until a step counts as hung; the longest took 550 on two
 form = [f"tests/repository/test_{name}.py" for name in ("layers", "notebooks", "tree")]
 
 QUICK = {
+    "notebooks, tests and scripts are formatted (ruff)": ["ruff", "format", "--check", "--quiet", "."],
+    "notebooks, tests and scripts are linted (ruff)": ["ruff", "check", "--quiet", "."],
     "modules in sync with the notebooks": ["python", "tests/sync.py"],
     "README in sync with nbs/index.ipynb": ["python", "docs/readme.py", "--check"],
     "layers, form of notebooks, tracked files": ["python", "-m", "pytest", "-q", *form],
 }
 TEST = {
-    **dict(list(QUICK.items())[:2]),
+    **dict(list(QUICK.items())[:4]),
+    "the types of the library (mypy)": ["mypy"],
     "every notebook runs (nbdev_test)": ["nbdev_test", "--n_workers", "2"],
     "tests (pytest)": ["python", "-m", "pytest", "-q"],
     "stored results are what the notebooks show (nbval)": ["python", "tests/nbval_copies.py", "--run"],
@@ -30,7 +33,7 @@ CHECK = TEST | {
 
 
 def environment():
-    "Two workers on two cores: one thread each. No network; commands of this Python first."
+    "Environment of the steps: one thread for each of two workers, no model hub, commands of this Python first."
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -41,22 +44,15 @@ def environment():
 
 
 def run(steps):
-    "Run the steps; the names of those that failed."
+    "Run the steps and return the names of those that failed."
     failed, start = [], time.perf_counter()
     for i, (name, command) in enumerate(steps.items(), 1):
         print(f"[{i}/{len(steps)}] {name}", flush=True)
         t = time.perf_counter()
         try:
-            result = (
-                "FAILED"
-                if subprocess.run(
-                    [shutil.which(command[0], path=environment()["PATH"]), *command[1:]],
-                    cwd=root,
-                    env=environment(),
-                    timeout=LIMIT,
-                ).returncode
-                else "ok"
-            )
+            program = shutil.which(command[0], path=environment()["PATH"])
+            done = subprocess.run([program, *command[1:]], cwd=root, env=environment(), timeout=LIMIT)
+            result = "FAILED" if done.returncode else "ok"
         except subprocess.TimeoutExpired:
             result = "HUNG"
         if result != "ok":

@@ -106,11 +106,11 @@ LINKED = [
         for f in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md", "docs/index.md")
     ),
     *pages.TUTORIALS,
-    *sorted((root / "nbs").glob("*.ipynb")),
+    *sorted((root / "nbs").rglob("*.ipynb")),
 ]
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", LINKED, ids=lambda p: p.relative_to(root).as_posix())
 def test_links_lead_somewhere(page):
     assert dead_links(page) == []
 

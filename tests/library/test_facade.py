@@ -1,0 +1,66 @@
+"""The main objects of the library: documented in numpydoc form, with examples that run."""
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+
+import api
+import pytest
+
+NAMES = [name for names in api.TASKS.values() for name in names]
+
+
+def main_object(name):
+    "The object behind `module.attribute`."
+    module, _, attribute = name.partition(".")
+    return getattr(importlib.import_module(f"ega.{module}"), attribute)
+
+
+def undocumented(documented, docstring):
+    "Parameters of a function, or of a class's constructor, that the docstring does not explain."
+    parameters = [p for p in inspect.signature(documented).parameters.values() if p.name not in ("self", "args", "kwargs")]
+    return [p.name for p in parameters if not re.search(rf"^ *(\w+, )*\*{{0,2}}{p.name}(, \w+)* : ", docstring, re.M)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_documented(name):
+    documented = main_object(name)
+    docstring = inspect.getdoc(documented)
+    assert undocumented(documented, docstring) == []
+    for section in ("Parameters", "Examples"):
+        assert re.search(rf"^{section}\n-+$", docstring, re.M), f"{name} has no section {section}"
+
+
+def test_an_undocumented_parameter_is_named():
+    def add(x, y): ...
+
+    assert undocumented(add, "Add.\n\nParameters\n----------\nx : int\n    One number.\n") == ["y"]
+    assert undocumented(add, "Add.\n\nParameters\n----------\nx, y : int\n    Numbers.\n") == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    documented, runner = main_object(name), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    examples = [test for test in doctest.DocTestFinder().find(documented, name, globs={}) if test.examples]
+    assert examples
+    for test in examples:
+        output = []
+        assert runner.run(test, out=output.append).failed == 0, "".join(output)
+
+
+def test_names_of_the_package_are_loaded_when_used():
+    code = """
+import sys, ega
+assert "torch" not in sys.modules
+for name in ega.__all__:
+    assert getattr(ega, name).__module__.startswith("ega."), name
+assert set(ega.__all__) <= set(dir(ega))
+try: ega.nothing
+except AttributeError as error: assert "nothing" in str(error)
+else: raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
