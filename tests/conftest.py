@@ -1,4 +1,4 @@
-"""What all tests share: slow and GPU tests are skipped aloud, generated cases are the same in every run, and what is counted stands in README.md."""
+"""Configuration of all tests: slow and GPU tests are skipped with a reason, generated cases are the same in every run, and counts are compared with tests/README.md."""
 
 import os
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("MPLBACKEND", "agg")  # no window; nbval, which does not come here, draws inline
-settings.register_profile("ega", deadline=None, derandomize=True)  # a busy machine is no failure
+os.environ.setdefault("MPLBACKEND", "agg")  # no window
+settings.register_profile("ega", deadline=None, derandomize=True)  # a slow machine is no failure
 settings.load_profile("ega")
 PAGE = Path(__file__).with_name("README.md")
 ROW = re.compile(r"^\| (.+) \| ([\d,]+) \|$", re.M)
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
 def table(
     page=PAGE,  # a file with rows `| what | how many |`
 ):  # dict: what -> how many
-    "The counts that a page shows."
+    "The counts in a table of a Markdown page."
     return {name: int(n.replace(",", "")) for name, n in ROW.findall(page.read_text())}
 
 
@@ -56,7 +56,7 @@ def count(request):
             config.stash[COUNTED][what] = n
             return
         assert table().get(what) == n, (
-            f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is meant: pytest tests/test_fuzz.py tests/test_properties.py tests/test_reliability.py --counts"
+            f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is meant: pytest tests/library/test_{fuzz, properties, reliability}.py --counts"
         )
 
     return note

@@ -498,7 +498,7 @@ def both(x, y):
     return digest(arrays.check_and_normalize(x), arrays.encode_partial_labels(vectors.read_labels(y), len(x))[0])
 
 
-READERS["rows and labels .npy"] = Reader(write_npy, lambda f: both(f / "x.npy", f / "y.npy"))
+READERS["embeddings and labels .npy"] = Reader(write_npy, lambda f: both(f / "x.npy", f / "y.npy"))
 
 
 def write_npz(folder):
@@ -506,7 +506,7 @@ def write_npz(folder):
     return ["x.npz"]
 
 
-READERS["rows .npz"] = Reader(
+READERS["embeddings .npz"] = Reader(
     write_npz, lambda f: digest(arrays.check_and_normalize(vectors.read_embeddings(f / "x.npz")[0]))
 )
 
@@ -516,7 +516,7 @@ def write_safetensors(folder):
     return ["x.safetensors"]
 
 
-READERS["rows .safetensors"] = Reader(
+READERS["embeddings .safetensors"] = Reader(
     write_safetensors, lambda f: digest(arrays.check_and_normalize(vectors.read_embeddings(f / "x.safetensors")[0]))
 )
 
@@ -526,7 +526,7 @@ def write_parquet(folder):
     return ["x.parquet"]
 
 
-READERS["rows .parquet"] = Reader(
+READERS["embeddings .parquet"] = Reader(
     write_parquet, lambda f: digest(arrays.check_and_normalize(vectors.read_embeddings(f / "x.parquet")[0]))
 )
 
@@ -608,7 +608,7 @@ def resumed(folder):
             (folder / "z.npy").unlink()
 
 
-READERS["journal of ega transform"] = Reader(journal, resumed)
+READERS["progress file of ega transform"] = Reader(journal, resumed)
 READERS["ega transform .npy"] = Reader(
     lambda f: write_adapter(f) and write_npy(f) and ["x.npy", "f.safetensors"], lambda f: transformed(f, "npy"), step=4
 )
@@ -708,7 +708,7 @@ def write_store(folder):
     return ["s/current.json"]
 
 
-READERS["store of indexes"] = Reader(write_store, lambda f: len(index.IndexStore(f / "s").open()) and "60")
+READERS["index store"] = Reader(write_store, lambda f: len(index.IndexStore(f / "s").open()) and "60")
 
 
 def write_monitor(folder):
@@ -884,7 +884,7 @@ def write_intents(folder):
     return ["i.json"]
 
 
-READERS["intents"] = Reader(write_intents, lambda f: opened(f, "i.json", Letters()))
+READERS["CLINC150"] = Reader(write_intents, lambda f: opened(f, "i.json", Letters()))
 
 
 def begun(folder):

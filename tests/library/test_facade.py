@@ -21,7 +21,9 @@ def main_object(name):
 
 def undocumented(documented, docstring):
     "Parameters of a function, or of a class's constructor, that the docstring does not explain."
-    parameters = [p for p in inspect.signature(documented).parameters.values() if p.name not in ("self", "args", "kwargs")]
+    parameters = [
+        p for p in inspect.signature(documented).parameters.values() if p.name not in ("self", "args", "kwargs")
+    ]
     return [p.name for p in parameters if not re.search(rf"^ *(\w+, )*\*{{0,2}}{p.name}(, \w+)* : ", docstring, re.M)]
 
 
@@ -44,7 +46,10 @@ def test_an_undocumented_parameter_is_named():
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    documented, runner = main_object(name), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    documented, runner = (
+        main_object(name),
+        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE),
+    )
     examples = [test for test in doctest.DocTestFinder().find(documented, name, globs={}) if test.examples]
     assert examples
     for test in examples:

@@ -96,7 +96,7 @@ def told(tmp_path_factory, pytestconfig):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("name", READERS)
-def test_no_file_gets_through_a_reader(told, count, name):
+def test_damaged_files_are_refused(told, count, name):
     found = told[name]
     bad = [f for f in found if f["outcome"] not in FINE or f["megabytes"] > MEGABYTES]
     assert not bad, f"{len(bad)} of {len(found)}, first {bad[0]}"
@@ -108,7 +108,7 @@ def test_no_file_gets_through_a_reader(told, count, name):
     count(f"bad files: {name}", len(found) - 1)
 
 
-def test_the_harness_sees_what_it_is_there_for(tmp_path):
+def test_the_fuzzing_harness_detects_faults(tmp_path):
     "A leak, an allocation on a file's word, a long story, a slow reader, a hungry one."
     import signal
 
@@ -152,7 +152,7 @@ def test_the_harness_sees_what_it_is_there_for(tmp_path):
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
-def test_what_unfolds_without_end_is_refused_before_it_does(tmp_path, count):
+def test_decompression_bombs_are_refused(tmp_path, count):
     "Archives and tables of a few hundred kilobytes that say 300 MB to 5 GB."
     text = "x" * 1000
     bombs = {
@@ -171,10 +171,10 @@ def test_what_unfolds_without_end_is_refused_before_it_does(tmp_path, count):
             megabytes,
             len(content),
         )
-    count("files that would unfold to gigabytes", len(bombs))
+    count("decompression bombs", len(bombs))
 
 
-def test_pictures_that_unfold_are_skipped_by_name(tmp_path):
+def test_image_bombs_are_skipped_and_named(tmp_path):
     "A strip whose resize would take 150 million pixels, and a picture of 400 million."
     import struct
     import zlib
@@ -210,7 +210,7 @@ def test_pictures_that_unfold_are_skipped_by_name(tmp_path):
 # -- nothing is unpickled or run -------------------------------------------------------------------------------
 
 
-def test_a_payload_works_where_pickles_are_read(tmp_path):
+def test_the_pickle_payload_works_when_unpickled(tmp_path):
     "The tests below would notice."
     pickle.loads(pickle.dumps(Payload(tmp_path / "MARK")))
     assert (tmp_path / "MARK").exists()
@@ -293,7 +293,7 @@ def test_nothing_is_unpickled(tmp_path, count):
 
 
 @pytest.mark.parametrize("library", ("timm", "open_clip"))
-def test_weights_of_encoders_are_read_as_tensors_alone(tmp_path, monkeypatch, library):
+def test_encoder_weights_are_read_as_tensors_only(tmp_path, monkeypatch, library):
     "Even where a library asks torch for everything."
     mark, paths = planted(tmp_path)
     monkeypatch.setitem(
@@ -305,7 +305,7 @@ def test_weights_of_encoders_are_read_as_tensors_alone(tmp_path, monkeypatch, li
     assert not mark.exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_a_set_whose_files_are_pickles_is_checked_first(tmp_path, monkeypatch):
+def test_pickled_datasets_are_checked_by_hash_first(tmp_path, monkeypatch):
     "CIFAR comes as pickles; torchvision reads them only when their MD5 is the known one."
     pytest.importorskip("torchvision")
     mark, _ = planted(tmp_path)
@@ -356,7 +356,7 @@ def complaints(source):
             yield f"{name}({how})"
 
 
-def test_no_module_runs_a_text_or_unpickles():
+def test_no_module_calls_eval_exec_or_pickle():
     for path in sorted((HERE.parent / "ega").glob("*.py")):
         assert not list(complaints(path.read_text())), path.name
     for line in (
@@ -374,7 +374,7 @@ def test_no_module_runs_a_text_or_unpickles():
 # -- names that lead elsewhere ---------------------------------------------------------------------------------
 
 
-def test_a_model_reads_no_weights_outside_its_folder(tmp_path):
+def test_onnx_reads_no_weights_outside_its_folder(tmp_path):
     "ONNX may keep weights in other files; a name that climbs, or is absolute, is refused."
     (tmp_path / "secret").write_bytes(np.zeros(72, "f4").tobytes())
     (tmp_path / "m").mkdir()
@@ -387,7 +387,7 @@ def test_a_model_reads_no_weights_outside_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ("../secret.png", "a/../../secret.png", "{root}/secret.png"))
-def test_a_table_names_no_images_outside_its_folder(tmp_path, name):
+def test_csv_reads_no_images_outside_its_folder(tmp_path, name):
     (tmp_path / "t").mkdir()
     (tmp_path / "secret.png").write_bytes(png((1, 2, 3)))
     (tmp_path / "t" / "t.csv").write_text(f"image,label\n{name.format(root=tmp_path)},a\n")
@@ -399,7 +399,7 @@ def test_a_table_names_no_images_outside_its_folder(tmp_path, name):
     "key, value",
     (("index", "../i.faiss"), ("ids", "/etc/hostname"), ("fingerprint", "../../elsewhere"), ("index", "..")),
 )
-def test_an_index_names_no_file_outside_its_folder(tmp_path, key, value):
+def test_index_reads_no_file_outside_its_folder(tmp_path, key, value):
     from ega.index import AdaptedIndex, IndexStore
 
     AdaptedIndex(np.eye(6, dtype="f4")).add(rows()).save(tmp_path / "s" / "v")
@@ -413,7 +413,7 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path, key, value):
 
 
 @pytest.mark.parametrize("ending", (".part", ".part.json", ".part.tmp", ".part.json.part.tmp", ""))
-def test_a_link_planted_beside_a_target_is_never_written_through(tmp_path, ending):
+def test_symlinks_beside_a_target_are_not_followed(tmp_path, ending):
     "In a folder that others may write to, a link under the name of a temporary file must not lead the write elsewhere."
     from ega.transform import transform_file
 
@@ -465,7 +465,7 @@ def test_temporary_files_are_private_and_removed(tmp_path, monkeypatch):
         (KeyboardInterrupt(), 130),
     ),
 )
-def test_what_goes_wrong_is_one_line(monkeypatch, capsys, error, code):
+def test_errors_are_printed_as_one_line(monkeypatch, capsys, error, code):
     def fails(args):
         raise error
 

@@ -41,7 +41,7 @@ def examine(check, pytestconfig, examples, **given_):
     return len(seen)
 
 
-def test_the_door_lets_in_unit_rows_or_gives_a_reason(pytestconfig, count):
+def test_normalize_returns_unit_rows_or_raises(pytestconfig, count):
     "Arrays of any type and shape, and nested lists of anything."
     arrays = st.one_of(
         hnp.arrays(
@@ -78,10 +78,10 @@ def test_the_door_lets_in_unit_rows_or_gives_a_reason(pytestconfig, count):
                 and y.tolist() == [int(v) for v in np.asarray(a).tolist()]
             )
 
-    count("examples: the door of arrays", examine(check, pytestconfig, 250, a=arrays))
+    count("examples: normalize", examine(check, pytestconfig, 250, a=arrays))
 
 
-def test_arrays_come_back_from_files_and_no_part_of_a_file_does(tmp_path, pytestconfig, count):
+def test_array_files_round_trip_and_truncated_files_are_refused(tmp_path, pytestconfig, count):
     kinds = st.one_of(
         hnp.integer_dtypes(), hnp.floating_dtypes(), hnp.boolean_dtypes(), hnp.unicode_string_dtypes(max_len=5)
     )
@@ -118,7 +118,7 @@ def test_arrays_come_back_from_files_and_no_part_of_a_file_does(tmp_path, pytest
     )
 
 
-def test_tables_of_texts_come_back(tmp_path, pytestconfig, count):
+def test_csv_tables_round_trip(tmp_path, pytestconfig, count):
     "Whatever csv.writer writes, line breaks, quotes and commas included."
     texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=6)
 
@@ -145,13 +145,13 @@ def test_tables_of_texts_come_back(tmp_path, pytestconfig, count):
         ("a,b\n1,2\n\n3\n\n", {"a": ["1", "3"], "b": ["2", ""]}),
     ],
 )
-def test_an_empty_line_is_a_row_of_one_column_only(tmp_path, text, table):
+def test_empty_csv_line_is_a_row_only_in_one_column(tmp_path, text, table):
     "So NumPy's savetxt and a list of lines write unlabelled rows."
     (tmp_path / "t.csv").write_text(text)
     assert read_csv_columns(tmp_path / "t.csv", "a table") == table
 
 
-def test_splits_never_leak(pytestconfig, count):
+def test_splits_do_not_leak(pytestconfig, count):
     "Classes, then rows: what is put together as the chapters do passes the check; one row moved to where it must not be is found."
 
     def check(y, seed, share):
@@ -216,7 +216,7 @@ def test_triplets_are_legal(pytestconfig, count):
     count("examples: triplets", examine(check, pytestconfig, 150, y=LABELS, seed=SEEDS))
 
 
-def test_neighbours_are_those_of_a_loop(pytestconfig, count):
+def test_neighbours_equal_those_of_a_loop(pytestconfig, count):
     "Exact search and leave-one-out against distances in float64, with rows that occur twice; label precision and recall follow from them, and do not depend on the order of the gallery."
 
     def check(n, d, k, seed, twins):
@@ -256,7 +256,7 @@ def test_neighbours_are_those_of_a_loop(pytestconfig, count):
     )
 
 
-def test_intervals_hold_their_mean_and_lie_in_range(pytestconfig, count):
+def test_intervals_contain_their_mean(pytestconfig, count):
     def check(values, seed, classes):
         v, rng = np.array(values), np.random.default_rng(seed)
         c = rng.integers(0, classes, len(v))
@@ -280,7 +280,7 @@ def test_intervals_hold_their_mean_and_lie_in_range(pytestconfig, count):
     )
 
 
-def test_the_gate_keeps_its_budget(pytestconfig, count):
+def test_selection_respects_max_unseen_loss(pytestconfig, count):
     "What is chosen never has a bound below the max_unseen_loss; a larger max_unseen_loss never chooses a smaller gain; the order of candidates is nothing."
 
     def check(seed, max_unseen_loss, gains):
@@ -301,7 +301,7 @@ def test_the_gate_keeps_its_budget(pytestconfig, count):
         assert large.seen >= small.seen
 
     count(
-        "examples: choices of the gate",
+        "examples: selections",
         examine(
             check,
             pytestconfig,
@@ -313,7 +313,7 @@ def test_the_gate_keeps_its_budget(pytestconfig, count):
     )
 
 
-def test_configurations_come_back_and_have_one_name(tmp_path, pytestconfig, count):
+def test_configurations_round_trip_with_one_run_id(tmp_path, pytestconfig, count):
     "From JSON and back: the same configuration, the same run id; another field, another id."
     import json
 
@@ -346,7 +346,7 @@ def test_configurations_come_back_and_have_one_name(tmp_path, pytestconfig, coun
     )
 
 
-def test_a_store_does_not_depend_on_the_order_of_its_runs(tmp_path_factory, pytestconfig, count):
+def test_results_do_not_depend_on_the_order_of_runs(tmp_path_factory, pytestconfig, count):
     def rows(i):
         return pd.DataFrame(
             [
@@ -368,7 +368,7 @@ def test_a_store_does_not_depend_on_the_order_of_its_runs(tmp_path_factory, pyte
         }
 
     count(
-        "examples: orders of a store",
+        "examples: orders of stored runs",
         examine(
             check,
             pytestconfig,
@@ -379,7 +379,7 @@ def test_a_store_does_not_depend_on_the_order_of_its_runs(tmp_path_factory, pyte
     )
 
 
-def test_packs_keep_every_text(tmp_path, pytestconfig, count):
+def test_packs_round_trip_any_text(tmp_path, pytestconfig, count):
     "Names, splits and classes of any characters that UTF-8 has."
     texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=5)
 

@@ -186,7 +186,7 @@ WORK = {
 
 @needs_fork
 @pytest.mark.parametrize("name", WORK)
-def test_a_kill_before_any_step_on_the_disk_is_survived(tmp_path, count, pytestconfig, name):
+def test_work_resumes_after_a_kill_at_any_disk_operation(tmp_path, count, pytestconfig, name):
     "Killed at step 1, 2, 3, ... of a first run, then run again: the result of an unbroken run, and nothing left over. Then killed again and again until it gets through."
     work, kills = WORK[name], 0
     repository(tmp_path)
@@ -265,7 +265,7 @@ def interrupted_at(work, point, folder):
 
 @needs_fork
 @pytest.mark.parametrize("name", ["embed", "transform"])
-def test_ctrl_c_at_lines_all_along_ends_the_work(tmp_path, count, pytestconfig, name):
+def test_ctrl_c_at_any_line_ends_the_work(tmp_path, count, pytestconfig, name):
     "An interruption may find a lock of a thread pool taken: the process must end all the same, and the next one come to the result of an unbroken run."
     work, landed = WORK[name], 0
     (whole := tmp_path / "whole").mkdir()
@@ -296,7 +296,7 @@ print("done", flush=True)
 """
 
 
-def test_a_table_that_is_migrated_survives_kills(tmp_path, count):
+def test_table_migration_resumes_after_kills(tmp_path, count):
     "Killed in its first, second and fifth batch; the old column answers all the while, and the new one is that of an unbroken run."
     pytest.importorskip("lancedb")
     from ega.lance import active_column, open_table
@@ -358,7 +358,7 @@ def result(i):
 
 
 @needs_fork
-def test_processes_share_a_folder_of_results(tmp_path, count):
+def test_processes_can_share_a_results_folder(tmp_path, count):
     "Three add and seal, each its own runs and some of the others'; a fourth reads and never sees fewer than before."
     each, many = 30, 3
 
@@ -397,7 +397,7 @@ def test_processes_share_a_folder_of_results(tmp_path, count):
 
 @needs_fork
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_processes_gather_one_table(tmp_path, count, ending):
+def test_processes_can_fill_one_cached_table(tmp_path, count, ending):
     "Each some arms of its own and some of the others'; none is lost, and each stands there once, with all its rows."
     arms = [(f"a{i}", i / 7) for i in range(24)]
 
@@ -415,7 +415,7 @@ def test_processes_gather_one_table(tmp_path, count, ending):
 
 
 @needs_fork
-def test_two_of_the_same_transform_are_one(tmp_path, count):
+def test_concurrent_transforms_of_one_target(tmp_path, count):
     "The second is told that the first is at work, or finds its result; never a mixture."
     np.save(tmp_path / "x.npy", rows(4000))
 
@@ -497,7 +497,7 @@ def full():
 
 @needs_fork
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_said_and_the_old_file_stays(tmp_path, name):
+def test_full_disk_raises_and_keeps_the_old_file(tmp_path, name):
     "The kernel refuses bytes beyond the first thousand of any file, as it does on a full disk."
     write = writers()[name]
     write(tmp_path)
@@ -511,7 +511,7 @@ def test_a_full_disk_is_said_and_the_old_file_stays(tmp_path, name):
 
 
 @needs_fork
-def test_commands_on_a_full_disk_end_in_one_line(tmp_path, capfd, count):
+def test_commands_on_a_full_disk_print_one_line(tmp_path, capfd, count):
     np.save(tmp_path / "x.npy", normalize(np.random.default_rng(0).normal(size=(60, 64))))
     np.save(tmp_path / "y.npy", labels(60))
     save_adapter(LinearAdapter(64), tmp_path / "a.safetensors")
@@ -535,7 +535,7 @@ def test_commands_on_a_full_disk_end_in_one_line(tmp_path, capfd, count):
 
 @needs_fork
 @pytest.mark.skipif(os.name != "posix", reason="needs users")
-def test_a_folder_that_may_not_be_written_is_said(capfd, count):
+def test_commands_name_a_folder_that_is_not_writable(capfd, count):
     "Root may write anywhere, so a child without its rights tries."
     folder = Path(tempfile.mkdtemp(prefix="ega-"))
     try:
@@ -561,7 +561,7 @@ def test_a_folder_that_may_not_be_written_is_said(capfd, count):
             err = capfd.readouterr().err.strip()
             assert err.startswith("ega: ") and "\n" not in err and ("ermission" in err or "written" in err), (argv, err)
         assert sorted(p.name for p in folder.iterdir()) == ["a.safetensors", "x.npy", "y.npy"]
-        count("commands in a closed folder", len(commands))
+        count("commands in a read-only folder", len(commands))
     finally:
         folder.chmod(0o755)
         for p in sorted(folder.rglob("*"), reverse=True):
@@ -587,7 +587,7 @@ for n in (1, 2, 2):
 """
 
 
-def test_one_and_two_threads(count):
+def test_results_do_not_depend_on_the_number_of_threads(count):
     "Same seed, same bits: searches and closed forms, whatever the threads. The product of rows and weights is divided among threads, so sums in float32 come in another order: training and transform agree to rounding. Stored runs and `transform_file` multiply with one thread, so their digits do not hang on this."
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "KMP_BLOCKTIME": "0"}
     done = subprocess.run(
@@ -616,7 +616,7 @@ def outcome(call):
         return str(error)
 
 
-def test_half_precision_in(count):
+def test_half_precision_input(count):
     x, y = world(0)
     half = [
         EmbeddingAdapter(method=m, max_unseen_loss=None).fit(x.astype(np.float16), y) for m in ("wccn", "linear_supcon")
@@ -633,7 +633,7 @@ def test_half_precision_in(count):
 
 
 @pytest.mark.parametrize("many", (100_000,))
-def test_a_hundred_thousand_classes(count, many):
+def test_one_hundred_thousand_classes(count, many):
     "Two rows each; splits, samplers and a closed form take seconds, not hours."
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(many), 2))
     x = normalize(np.random.default_rng(1).normal(size=(2 * many, 8)))
@@ -680,7 +680,7 @@ EDGES = tuple(edge_cases())
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_the_ends_of_what_can_be_asked_for(name):
+def test_extreme_inputs(name):
     "Every method either gives unit rows or says in one sentence why it cannot; the gate never fails where a method would."
     x, y = edge_cases()[name]
     for method, max_unseen_loss in (
@@ -707,7 +707,7 @@ def test_the_ends_of_what_can_be_asked_for(name):
         outcome(call)
 
 
-def test_the_ends_are_counted(count):
+def test_extreme_inputs_are_counted(count):
     count("extremes: small, flat or alike", len(edge_cases()))
 
 
@@ -727,7 +727,7 @@ print(before, peak_memory_mb(), (folder/"z.npy").stat().st_size)
 
 
 @pytest.mark.slow
-def test_a_million_rows_in_bounded_memory(tmp_path):
+def test_one_million_rows_in_bounded_memory(tmp_path):
     "1.5 GB go in and out; the process grows by less than 200 MB."
     done = subprocess.run(
         [sys.executable, "-c", MILLION, tmp_path, "1000000"],

@@ -19,7 +19,7 @@ root = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("page", [root / "README.md", *pages.TUTORIALS], ids=lambda p: p.stem)
-def test_code_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
+def test_code_blocks_print_the_output_they_show(page, tmp_path):
     text = page.read_text()
     for package in " ".join(re.findall(r"^<!-- needs: (.+) -->$", text, re.M)).split():
         pytest.importorskip(package)
@@ -44,7 +44,7 @@ def test_blocks_of_a_page(text, found):
     assert pages.blocks(text) == found
 
 
-def test_what_a_page_shows_must_come():
+def test_output_that_differs_is_found():
     assert pages.python("x = 2\nprint(x)\nx + 1", {}) == "2\n3\n" and pages.python("x = None\nx", {}) == ""
     assert (
         pages.agrees("a ... 1.5", "a  b\n1.5", "any")
@@ -111,7 +111,7 @@ LINKED = [
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda p: p.relative_to(root).as_posix())
-def test_links_lead_somewhere(page):
+def test_links_are_not_dead(page):
     assert dead_links(page) == []
 
 
@@ -130,7 +130,7 @@ def test_a_dead_link_is_named(tmp_path):
 # The site
 
 
-def test_comments_become_explanations():
+def test_parameter_comments_are_extracted():
     assert api.comments(
         "def f(\n    x, y,  # rows\n    *,\n    k=1  # how many\n):  # the sum\n    'Adds.'\n    return x  # not this\n"
     ) == [("x, y", "rows"), ("k", "how many"), ("", "the sum")]
@@ -142,7 +142,7 @@ def test_comments_become_explanations():
     assert api.as_rst("`a_b` of x* is |z|_ $\\rho$") == "``a_b``\\  of x\\* is \\|z\\|\\_ \\ :math:`\\rho`"
 
 
-def test_dead_ends_of_a_site_are_named(tmp_path):
+def test_dead_links_of_a_site_are_named(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="b.html#x">b</a> <a href="b.html#y">b</a> <a href="#z">z</a> <img src="c.png?v=1"> <a href="https://example.org">w</a>'
     )
@@ -153,7 +153,7 @@ def test_dead_ends_of_a_site_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     for package in ("furo", "myst_nb", "latex2mathml"):
         pytest.importorskip(package)
     done = subprocess.run(

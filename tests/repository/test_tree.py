@@ -83,7 +83,7 @@ def test_machine_paths_are_recognised(text, n):
 
 
 @needs_git
-def test_weight():
+def test_tracked_files_are_small():
     mb = {f.relative_to(root).as_posix(): f.stat().st_size / 1e6 for f in files}
     heavy = {f: round(s, 1) for f, s in mb.items() if s > FILE_MB}
     assert not heavy, f"over {FILE_MB} MB each: {heavy}; keep results compact, and packs in int8"
@@ -103,7 +103,7 @@ def test_one_version():
     assert len(set(versions.values())) == 1, versions
 
 
-def test_every_promise_names_a_test_that_is_there():
+def test_security_names_existing_tests():
     "SECURITY.md says what is promised and what shows it."
     known = {
         name for f in (root / "tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", f.read_text(), re.M)
