@@ -449,6 +449,10 @@ class AdaptedIndex(_IndexFiles):
     ids : (n,) array of int or str, optional
         Ids of the embeddings that `index` already holds; 0, 1, 2, ... by default.
 
+    Notes
+    -----
+    Distances are squared L2 between unit rows. `index` is the FAISS index, `ids` the ids of its rows.
+
     See Also
     --------
     IndexStore : versions of an index, one for each adapter.
@@ -473,6 +477,11 @@ class AdaptedIndex(_IndexFiles):
             Fingerprint of the adapter that has already adapted `x`.
         batch_size : int, default 8192
             Embeddings adapted at once.
+
+        Raises
+        ------
+        InputError
+            If the dimension, an id or `adapted_by` is wrong, or there are too few rows for training the index.
         """
         return _add_rows(self, x, ids, adapted_by, batch_size)
 
@@ -491,7 +500,7 @@ class AdaptedIndex(_IndexFiles):
         Returns
         -------
         Neighbours
-            `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids.
+            `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids; inf and -1 or "" where there are fewer.
         """
         return _search_rows(self, xq, k, adapted_by)
 
@@ -840,6 +849,11 @@ class IndexStore(_IndexVersions):
         -------
         str
             Name of the version: the first 16 digits of the adapter's fingerprint.
+
+        Raises
+        ------
+        InputError
+            If the file, the ids or the factory string do not fit; nothing is written then.
         """
         m, source = as_transform(adapter), Path(source)
         return _build_version(self.folder, m, source, index_factory, ids, column, normalize, batch_size, progress)

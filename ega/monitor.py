@@ -113,6 +113,19 @@ def drift_test(
     return DriftResult(alert, p, threshold, batch_number, medians, sentence)
 
 # %% ../nbs/library/26_monitor.ipynb #monitor-files
+def _check_batch(monitor, batch):
+    "Test a batch of queries and count it."
+    result = drift_test(
+        monitor.reference,
+        query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
+        significance=monitor.significance,
+        horizon=monitor.horizon,
+        batch_number=1 + monitor.batches_checked % monitor.horizon,
+    )
+    monitor.batches_checked += 1
+    return result
+
+
 def _write_monitor(monitor, folder):
     "Write a monitor; `monitor.json` is written last, so a folder that has it is complete."
     folder = Path(folder)
@@ -209,6 +222,11 @@ class _MonitorState:
             Where `save` wrote.
         adapter : adapter, optional
             Needed where the folder holds only the fingerprint of the adapter; the fingerprint must agree.
+
+        Raises
+        ------
+        InputError
+            If a file is missing or damaged, or the adapter is not the one of the monitor.
         """
         fields, settings = _read_monitor(folder, adapter)
         return cls(*fields, **settings)
@@ -221,7 +239,11 @@ class Monitor(_MonitorState):
     -----
     A permutation test on the signals of `query_signals`, at level `significance / horizon` for each batch. If nothing
     changes, the probability of any alert in `horizon` batches is at most `significance`. An alert does not say that
-    precision is lower.
+    precision is lower. A check searches the gallery twice, O(b m d) for b queries and m gallery rows.
+
+    See Also
+    --------
+    drift_test : the test of given signals.
 
     Examples
     --------
@@ -268,15 +290,10 @@ class Monitor(_MonitorState):
         ----------
         batch : (b, d) array of unit rows
             Raw queries.
+
+        Returns
+        -------
+        DriftResult
+            Whether to alert, the p-value, the medians of the signals, and a sentence.
         """
-        signals = query_signals(batch, self.adapter, self.gallery, k=self.k)
-        number = 1 + self.batches_checked % self.horizon
-        result = drift_test(
-            self.reference,
-            signals,
-            significance=self.significance,
-            horizon=self.horizon,
-            batch_number=number,
-        )
-        self.batches_checked += 1
-        return result
+        return _check_batch(self, batch)
