@@ -1,4 +1,4 @@
-"Adapters in front of an index: the neighbours of transform-then-search, folded, saved, migrated, refused."
+"AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ y = np.repeat(np.arange(30), N // 30)
 x = normalize(unit(30, seed=5)[y] + 0.2 * unit(N, seed=6))
 xq = normalize(x[::9] + 0.1 * unit(100, seed=7))
 gen = torch.Generator().manual_seed(0)
-BENT = trained(ReleasedEGA(D, hidden=32, gen=gen), 0.03)
+NONLINEAR = trained(ReleasedEGA(D, hidden=32, gen=gen), 0.03)
 LINEAR = trained(LinearAdapter(D))
 ADAPTERS = {
     "linear": LINEAR,
@@ -70,16 +70,16 @@ ADAPTERS = {
 FACTORIES = {"Flat": {}, "IVF12,Flat": {"nprobe": 5}, "HNSW8": {"efSearch": 40}, "IVF12,SQ8": {"nprobe": 12}}
 
 
-# -- maps --------------------------------------------------------------------------------------------------
+# -- transforms --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_map_is_its_matrix(kind):
-    "Against the public way to each adapter's rows, in float64 for the matrix."
+def test_transform_equals_its_matrix(kind):
+    "Compared with the matrix in float64, and with the adapter's own transform."
     m, a = as_transform(ADAPTERS[kind]), ADAPTERS[kind]
     z = x.astype("f8") @ m.matrix.astype("f8").T
     z /= np.linalg.norm(z, axis=1, keepdims=True)
-    said = (
+    expected = (
         a.transform(x)
         if hasattr(a, "transform")
         else transform(a, x, device="cpu")
@@ -90,18 +90,23 @@ def test_a_map_is_its_matrix(kind):
     )
     assert (
         np.abs(m.transform(x) - z).max() < 1e-6
-        and m.matrix.shape == (m.dim, m.d)
-        and (said is None or np.abs(said - z).max() < 2e-6)
+        and m.matrix.shape == (m.output_dim, m.input_dim)
+        and (expected is None or np.abs(expected - z).max() < 2e-6)
     )
 
 
-def test_maps_keep_their_names(tmp_path):
-    save_adapter(BENT, tmp_path / "a.safetensors")
+def test_fingerprint_depends_on_weights_and_order(tmp_path):
+    save_adapter(NONLINEAR, tmp_path / "a.safetensors")
     assert as_transform(LINEAR).fingerprint == adapter_fingerprint(LINEAR) and as_transform(
         tmp_path / "a.safetensors"
-    ).fingerprint == as_transform(BENT).fingerprint == adapter_fingerprint(BENT)
+    ).fingerprint == as_transform(NONLINEAR).fingerprint == adapter_fingerprint(NONLINEAR)
     assert (
-        len({as_transform(a).fingerprint for a in (*ADAPTERS.values(), BENT, [LINEAR, ADAPTERS["white, linear"][0]])})
+        len(
+            {
+                as_transform(a).fingerprint
+                for a in (*ADAPTERS.values(), NONLINEAR, [LINEAR, ADAPTERS["white, linear"][0]])
+            }
+        )
         == 7
     )  # order counts
     assert (
@@ -110,92 +115,94 @@ def test_maps_keep_their_names(tmp_path):
     )
 
 
-def test_chains_with_a_bend_run_in_order():
-    m = as_transform([BENT, LINEAR])
+def test_nonlinear_chain_is_applied_in_order():
+    m = as_transform([NONLINEAR, LINEAR])
     assert m.matrix is None and np.array_equal(
-        m.transform(x), as_transform(LINEAR).transform(transform(BENT, x, device="cpu"))
+        m.transform(x), as_transform(LINEAR).transform(transform(NONLINEAR, x, device="cpu"))
     )
 
 
-def test_an_estimator_and_a_stranger_fit_the_small_interface():
+def test_estimator_and_custom_object_are_accepted():
     class Estimator:
         adapter_ = LINEAR
 
-    class Stranger:
+    class CustomAdapter:
         d, dim, fingerprint = D, 3, "f" * 64
 
         def transform(self, rows):
             return normalize(rows[:, :3])
 
     assert as_transform(Estimator()).fingerprint == as_transform(LINEAR).fingerprint
-    i = AdaptedIndex(Stranger()).add(x)
+    i = AdaptedIndex(CustomAdapter()).add(x)
     assert np.array_equal(i.search(xq, 3).I, knn(normalize(xq[:, :3]), normalize(x[:, :3]), 3).I)
 
 
 @pytest.mark.parametrize(
     "bad", (None, "nowhere.safetensors", [], 3.0, np.full((2, 2), np.nan), WCCN(0.5), [LINEAR, np.eye(3, dtype="f4")])
 )
-def test_what_is_no_adapter_is_refused(bad):
+def test_as_transform_refuses_what_is_no_adapter(bad):
     with pytest.raises(InputError):
         as_transform(bad)
 
 
-@pytest.mark.parametrize("kind", (*ADAPTERS, "bent"))
-def test_maps_come_back(tmp_path, kind):
-    m = as_transform(ADAPTERS.get(kind, BENT))
+@pytest.mark.parametrize("kind", (*ADAPTERS, "nonlinear"))
+def test_transform_is_saved_and_loaded(tmp_path, kind):
+    m = as_transform(ADAPTERS.get(kind, NONLINEAR))
     save_transform(m, tmp_path)
     again = load_transform(tmp_path, m.fingerprint)
     assert (
         np.array_equal(again.transform(x), m.transform(x))
         and again.fingerprint == m.fingerprint
-        and load_transform(tmp_path, m.fingerprint, ADAPTERS.get(kind, BENT)) is not None
+        and load_transform(tmp_path, m.fingerprint, ADAPTERS.get(kind, NONLINEAR)) is not None
     )
-    assert "made with" in error_message(lambda: load_transform(tmp_path, "0" * 64))
+    assert "expected the adapter with fingerprint" in error_message(lambda: load_transform(tmp_path, "0" * 64))
 
 
-def test_a_changed_matrix_is_refused(tmp_path):
+def test_load_transform_refuses_changed_matrix(tmp_path):
     from safetensors.numpy import load_file, save_file
 
     m = as_transform(LINEAR)
     save_transform(m, tmp_path)
     path = tmp_path / "matrix.safetensors"
-    about = {"ega": json.dumps({"fingerprint": m.fingerprint, "matrix": module.fingerprint(m.matrix)})}
+    about = {"ega": json.dumps({"fingerprint": m.fingerprint, "matrix": module.hash_arrays(m.matrix)})}
     save_file({"matrix": load_file(path)["matrix"] + 1e-3}, path, about)
-    assert "not the one that was saved" in error_message(lambda: load_transform(tmp_path, m.fingerprint))
+    assert "changed after it was saved" in error_message(lambda: load_transform(tmp_path, m.fingerprint))
     path.write_bytes(b"junk")
     assert "cannot be read" in error_message(lambda: load_transform(tmp_path, m.fingerprint))
 
 
-# -- an index asked raw questions --------------------------------------------------------------------------
+# -- AdaptedIndex ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
-@pytest.mark.parametrize("kind", ("linear", "lda", "bent"))
-def test_the_answers_are_those_of_transform_then_search(factory, kind):
-    "FAISS itself on rows adapted beforehand is the oracle; batches move nothing."
-    a = ADAPTERS.get(kind, BENT)
+@pytest.mark.parametrize("kind", ("linear", "lda", "nonlinear"))
+def test_search_equals_transform_then_search(factory, kind):
+    "The reference is a FAISS index of embeddings adapted beforehand; the batch size does not change the result."
+    a = ADAPTERS.get(kind, NONLINEAR)
     m = as_transform(a)
     z, zq = m.transform(x), m.transform(xq)
-    oracle = faiss.index_factory(m.dim, factory)
+    oracle = faiss.index_factory(m.output_dim, factory)
     oracle.train(z)
     oracle.add(z)
     for name, value in FACTORIES[factory].items():
         faiss.ParameterSpace().set_index_parameter(oracle, name, value)
     mine = (
-        AdaptedIndex(a, factory).tune(**FACTORIES[factory]).add(x[:600], batch=77).add(x[600:])
+        AdaptedIndex(a, factory).tune(**FACTORIES[factory]).add(x[:600], batch_size=77).add(x[600:])
         if factory == "Flat"
-        else AdaptedIndex(a, factory).tune(**FACTORIES[factory]).add(x, batch=len(x))
+        else AdaptedIndex(a, factory).tune(**FACTORIES[factory]).add(x, batch_size=len(x))
     )
     D_, I_ = oracle.search(zq, 7)
     found = mine.search(xq, 7)
     assert np.array_equal(found.I, I_) and np.allclose(found.D, D_, atol=1e-6) and len(mine) == N
 
 
-def test_small_batches_change_nothing_and_memory_maps_are_taken(tmp_path):
+def test_add_in_small_batches_from_memory_map(tmp_path):
     np.save(tmp_path / "x.npy", x)
     whole, pieces = (
         AdaptedIndex(LINEAR).add(x),
-        AdaptedIndex(LINEAR).add(np.load(tmp_path / "x.npy", mmap_mode="r"), batch=64).add(torch.from_numpy(x[:3])),
+        AdaptedIndex(LINEAR)
+        .add(np.load(tmp_path / "x.npy", mmap_mode="r"), batch_size=64)
+        .add(torch.from_numpy(x[:3])),
     )
     assert len(pieces) == N + 3 and np.allclose(whole.search(xq, 1).D, pieces.search(xq, 1).D, atol=1e-6)
 
@@ -203,7 +210,7 @@ def test_small_batches_change_nothing_and_memory_maps_are_taken(tmp_path):
 @pytest.mark.parametrize(
     "ids", (np.arange(N) * 7 + 10**12, [f"ü/{i}" for i in range(N)], np.arange(N).astype(object).astype(str))
 )
-def test_ids_are_the_users(tmp_path, ids):
+def test_ids_are_returned_and_saved(tmp_path, ids):
     i = AdaptedIndex(LINEAR, "Flat").add(x, ids)
     rows = knn(as_transform(LINEAR).transform(xq), as_transform(LINEAR).transform(x), 4).I
     assert (i.search(xq, 4).I == np.asarray(ids)[rows]).all()
@@ -211,7 +218,7 @@ def test_ids_are_the_users(tmp_path, ids):
     assert (again.search(xq, 4).I == i.search(xq, 4).I).all() and again.ids.dtype == i.ids.dtype
 
 
-def test_places_without_an_answer():
+def test_missing_neighbours_are_padded():
     numbers, texts, empty = (
         AdaptedIndex(LINEAR).add(x[:2], [5, 9]),
         AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]),
@@ -228,8 +235,8 @@ def test_places_without_an_answer():
     )
 
 
-def test_rows_of_another_adapter_are_refused():
-    i, other = AdaptedIndex(LINEAR).add(x), as_transform(BENT)
+def test_embeddings_of_another_adapter_are_refused():
+    i, other = AdaptedIndex(LINEAR).add(x), as_transform(NONLINEAR)
     for call in (
         lambda: i.add(x, adapted_by=other.fingerprint),
         lambda: i.search(xq, adapted_by=other.fingerprint),
@@ -246,7 +253,7 @@ def test_rows_of_another_adapter_are_refused():
     "call, words",
     [
         (lambda: AdaptedIndex(LINEAR, faiss.IndexFlatL2(D + 1)), "columns"),
-        (lambda: AdaptedIndex(LINEAR, faiss.IndexFlatIP(D)), "squared L2"),
+        (lambda: AdaptedIndex(LINEAR, faiss.IndexFlatIP(D)), "METRIC_L2"),
         (lambda: AdaptedIndex(LINEAR).add(x[:, :3]), "columns|shape"),
         (lambda: AdaptedIndex(LINEAR).add(2 * x), "unit rows"),
         (lambda: AdaptedIndex(LINEAR).add(x).search(xq, 0), "k must"),
@@ -264,16 +271,17 @@ def test_rows_of_another_adapter_are_refused():
         (lambda: AdaptedIndex(LINEAR).add(x, [1]), "ids must be"),
     ],
 )
-def test_bad_input_is_named(call, words):
+def test_bad_input_raises(call, words):
     import re
 
     assert re.search(words, error_message(call))
 
 
-def test_an_unknown_factory_is_refused_before_rows_are_adapted(tmp_path):
+def test_migrate_refuses_unknown_factory_before_writing(tmp_path):
     np.save(tmp_path / "x.npy", x)
     assert (
-        "Flut" in error_message(lambda: IndexStore(tmp_path / "s").migrate(LINEAR, tmp_path / "x.npy", factory="Flut"))
+        "Flut"
+        in error_message(lambda: IndexStore(tmp_path / "s").migrate(LINEAR, tmp_path / "x.npy", index_factory="Flut"))
         and not (tmp_path / "s").exists()
     )
 
@@ -281,10 +289,10 @@ def test_an_unknown_factory_is_refused_before_rows_are_adapted(tmp_path):
 # -- on disk -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_pickle_that_is_whole_or_old(tmp_path, monkeypatch):
+def test_interrupted_save_leaves_old_index(tmp_path, monkeypatch):
     first = AdaptedIndex(LINEAR, "HNSW8").add(x)
     first.save(tmp_path / "i")
-    second = AdaptedIndex(BENT, "Flat").add(x[:50], [f"{i}" for i in range(50)])
+    second = AdaptedIndex(NONLINEAR, "Flat").add(x[:50], [f"{i}" for i in range(50)])
     monkeypatch.setattr(module, "save_transform", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         second.save(tmp_path / "i")  # stopped before about.json
@@ -298,13 +306,15 @@ def test_a_folder_without_pickle_that_is_whole_or_old(tmp_path, monkeypatch):
     assert len(files) == 4 and {Path(f).suffix for f in files} == {".json", ".faiss", ".safetensors"}
 
 
-def test_damage_is_named(tmp_path):
+def test_load_refuses_damaged_folder(tmp_path):
     i = AdaptedIndex(LINEAR).add(x[:20])
     i.save(tmp_path / "i")
-    assert "made with" in error_message(lambda: AdaptedIndex.load(tmp_path / "i", BENT))
+    assert "expected the adapter with fingerprint" in error_message(
+        lambda: AdaptedIndex.load(tmp_path / "i", NONLINEAR)
+    )
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/mine.txt").write_text("kept")
-    assert "holds other things" in error_message(
+    assert "files that are not of an index" in error_message(
         lambda: i.save(tmp_path / "notes")
     ) and "AdaptedIndex.save" in error_message(lambda: AdaptedIndex.load(tmp_path / "notes"))
     file = next((tmp_path / "i").glob("index-*"))
@@ -314,8 +324,8 @@ def test_damage_is_named(tmp_path):
     assert "changed after writing" in error_message(lambda: AdaptedIndex.load(tmp_path / "i"))
 
 
-def test_an_adapter_that_cannot_be_kept_is_asked_for(tmp_path):
-    chain = [BENT, LINEAR]
+def test_adapter_without_file_format_must_be_passed(tmp_path):
+    chain = [NONLINEAR, LINEAR]
     AdaptedIndex(chain).add(x).save(tmp_path / "i")
     assert (
         "adapter=" in error_message(lambda: AdaptedIndex.load(tmp_path / "i"))
@@ -323,13 +333,13 @@ def test_an_adapter_that_cannot_be_kept_is_asked_for(tmp_path):
     )
 
 
-# -- folded ------------------------------------------------------------------------------------------------
+# -- IndexPreTransform -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_folded_neighbours_are_the_same(tmp_path, factory, kind):
-    "After write_index and read_index, raw queries, nothing but FAISS; distances to rounding, ids where no two distances are closer than that."
+def test_pretransform_returns_same_neighbours(tmp_path, factory, kind):
+    "After write_index and read_index, with raw queries: distances to rounding, ids where no two distances are closer."
     mine = AdaptedIndex(ADAPTERS[kind], factory).add(x).tune(**FACTORIES[factory])
     faiss.write_index(to_pretransform(ADAPTERS[kind], mine), str(tmp_path / "f"))
     plain = faiss.read_index(str(tmp_path / "f"))
@@ -340,7 +350,7 @@ def test_folded_neighbours_are_the_same(tmp_path, factory, kind):
     assert np.abs(D1 - D2).max() < 1e-5 and np.array_equal(I1[clear], I2[clear]) and clear.mean() > 0.8
 
 
-def test_a_folded_index_takes_raw_rows():
+def test_pretransform_adds_raw_embeddings():
     folded = to_pretransform(LINEAR, faiss.IndexFlatL2(D))
     folded.add(x)
     assert np.array_equal(folded.search(xq, 5)[1], AdaptedIndex(LINEAR).add(x).search(xq, 5).I)
@@ -349,44 +359,46 @@ def test_a_folded_index_takes_raw_rows():
     assert np.array_equal(with_ids.search(xq, 5)[1] - 50, folded.search(xq, 5)[1])
 
 
-def test_only_what_is_linear_and_fits_is_folded():
+def test_pretransform_refuses_nonlinear_and_wrong_width():
     assert "linear" in error_message(
-        lambda: to_pretransform(BENT, faiss.IndexFlatL2(D))
+        lambda: to_pretransform(NONLINEAR, faiss.IndexFlatL2(D))
     ) and "columns" in error_message(lambda: to_pretransform(LINEAR, faiss.IndexFlatL2(3)))
 
 
 # -- distilled, query-only ---------------------------------------------------------------------------------
 
 
-def test_the_regression_solves_its_normal_equations():
-    "min 1/n sum ||Bx - z||^2 + pull tr(G)/d ||B - cS||^2: the gradient is zero at the solution, c is the best multiple."
-    z, S = as_transform(BENT).transform(x).astype("f8"), np.random.default_rng(1).normal(size=(D, D))
+def test_ridge_solutions_have_zero_gradient():
+    "Zero gradient of 1/n sum ||Bx - z||^2 + ridge tr(G)/d ||B - cS||^2 at B, where c fits cSx to z best."
+    z, S = as_transform(NONLINEAR).transform(x).astype("f8"), np.random.default_rng(1).normal(size=(D, D))
     X = x.astype("f8")
     c = np.linalg.lstsq((X @ S.T).reshape(-1, 1), z.ravel(), rcond=None)[0][0]
-    for pull, B in zip((0.1, 1e-3), module._regressions(x, z, S, (0.1, 1e-3))):
-        lam = pull * np.trace(X.T @ X) / len(X) / D
+    for ridge, B in zip(module.RIDGE_GRID, module._ridge_solutions(x, z, S)):
+        lam = ridge * np.trace(X.T @ X) / len(X) / D
         assert np.abs((X @ B.T - z).T @ X / len(X) + lam * (B - c * S)).max() < 1e-7
 
 
-def test_distilling_says_what_it_loses():
-    same, bent = distill(LINEAR, x, np.random.default_rng(0)), distill(BENT, x, np.random.default_rng(0))
+def test_distill_measures_on_held_out_rows():
+    same, nonlinear = distill(LINEAR, x, np.random.default_rng(0)), distill(NONLINEAR, x, np.random.default_rng(0))
     assert (
         same.cosine > 0.999
-        and same.cosine > bent.cosine > float((as_transform(BENT).transform(x) * x).sum(1).mean())
-        and 0 < bent.kept <= 1
+        and same.cosine > nonlinear.cosine > float((as_transform(NONLINEAR).transform(x) * x).sum(1).mean())
+        and 0 < nonlinear.ar_at_1 <= 1
     )
-    out = np.random.default_rng(0).permutation(N)[:180]  # held-out rows alone decide
+    out = np.random.default_rng(0).permutation(N)[:180]  # the share is measured on held-out rows alone
     assert np.isclose(
-        (normalize(x[out] @ bent.matrix.T) * as_transform(BENT).transform(x[out])).sum(1).mean(), bent.cosine, atol=1e-6
+        (normalize(x[out] @ nonlinear.matrix.T) * as_transform(NONLINEAR).transform(x[out])).sum(1).mean(),
+        nonlinear.cosine,
+        atol=1e-6,
     )
-    assert "equal width" in error_message(
+    assert "as many output as input" in error_message(
         lambda: distill(ADAPTERS["lda"], x, np.random.default_rng(0))
-    ) and "held_out" in error_message(lambda: distill(BENT, x, np.random.default_rng(0), held_out=1.0))
+    ) and "held_out" in error_message(lambda: distill(NONLINEAR, x, np.random.default_rng(0), held_out=1.0))
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_rescaled_rows_answer_exactly(kind):
-    "The whole order of cosines of adapted rows, by inner product with an adapted query; another scale of A is the same map."
+def test_query_only_search_of_rescaled_rows_is_exact(kind):
+    "Inner products are the cosines of adapted rows times a factor of the query; the scale of A does not matter."
     m = as_transform(ADAPTERS[kind])
     cosines, scores = m.transform(xq) @ m.transform(x).T, query_only_map(xq, m) @ rescale_for_query_only(x, m).T
     factor = (scores / cosines)[:, :1]
@@ -398,20 +410,20 @@ def test_rescaled_rows_answer_exactly(kind):
     assert np.allclose(query_only_map(xq, 5 * m.matrix), query_only_map(xq, m), atol=1e-6)
 
 
-def test_evening_shortens_the_spread():
+def test_fit_query_only_reduces_variation_of_norms():
     m = as_transform([WCCN(0.1).fit(x, y), ADAPTERS["linear"]])
     done = fit_query_only(m, x, np.random.default_rng(0))
 
     def spread(A):
         return mapped_norms(x, A).std() / mapped_norms(x, A).mean()
 
-    assert spread(done.matrix) < spread(m) and done.kept >= done.kept_before
+    assert spread(done.matrix) < spread(m) and done.ar_at_1 >= done.adapter_ar_at_1
     assert "linear" in error_message(
-        lambda: fit_query_only(BENT, x, np.random.default_rng(0))
-    ) and "linear" in error_message(lambda: query_only_map(x, BENT))
+        lambda: fit_query_only(NONLINEAR, x, np.random.default_rng(0))
+    ) and "linear" in error_message(lambda: query_only_map(x, NONLINEAR))
 
 
-# -- a store -----------------------------------------------------------------------------------------------
+# -- IndexStore -------------------------------------------------------------------------------------------
 
 
 def pack(path):
@@ -424,16 +436,16 @@ def pack(path):
     return path
 
 
-@pytest.mark.parametrize("kind", ("linear", "white, linear", "bent"))
+@pytest.mark.parametrize("kind", ("linear", "white, linear", "nonlinear"))
 @pytest.mark.parametrize("ending", (".npy", ".parquet"))
-def test_a_migrated_version_answers_as_one_made_in_memory(tmp_path, kind, ending):
-    a = ADAPTERS.get(kind, BENT)
+def test_migrated_version_equals_index_built_in_memory(tmp_path, kind, ending):
+    a = ADAPTERS.get(kind, NONLINEAR)
     if ending == ".npy":
         np.save(tmp_path / "x.npy", x)
     else:
         pack(tmp_path / "x.parquet")
     store = IndexStore(tmp_path / "s")
-    name = store.switch(store.migrate(a, tmp_path / f"x{ending}", batch=100)).current
+    name = store.activate(store.migrate(a, tmp_path / f"x{ending}", batch_size=100)).current
     found, expected = (
         store.open().search(xq, 3),
         AdaptedIndex(a).add(x, [f"id {i}" for i in range(N)] if ending == ".parquet" else None).search(xq, 3),
@@ -445,23 +457,23 @@ def test_a_migrated_version_answers_as_one_made_in_memory(tmp_path, kind, ending
     )
 
 
-def test_rows_left_by_a_kill_are_not_those_of_another_file(tmp_path, monkeypatch):
-    "Killed after the rows and before the index; the next call brings another file of as many rows."
+def test_rows_left_by_a_kill_are_not_reused_for_another_file(tmp_path, monkeypatch):
+    "Killed after the rows were adapted and before the index was saved; the next call has another file of equal size."
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "other.npy", x[::-1])
     store = IndexStore(tmp_path / "s")
     with monkeypatch.context() as m:
         m.setattr(AdaptedIndex, "save", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            store.migrate(BENT, tmp_path / "x.npy")
+            store.migrate(NONLINEAR, tmp_path / "x.npy")
     assert len(list((tmp_path / "s").glob("*.rows-*"))) == 1
-    store.switch(store.migrate(BENT, tmp_path / "other.npy"))
-    assert (store.open().search(xq, 3).I == AdaptedIndex(BENT).add(x[::-1]).search(xq, 3).I).all() and not list(
+    store.activate(store.migrate(NONLINEAR, tmp_path / "other.npy"))
+    assert (store.open().search(xq, 3).I == AdaptedIndex(NONLINEAR).add(x[::-1]).search(xq, 3).I).all() and not list(
         (tmp_path / "s").glob("*.rows-*")
     )
 
 
-def test_what_no_file_holds_is_not_kept_with_an_index(tmp_path):
+def test_save_transform_writes_only_adapters_with_a_file_format(tmp_path):
     for f in (
         AblatedEGA(8, hidden=4, without=("residual",), gen=torch.Generator()),
         BoundedAdapter(AblatedEGA(8, hidden=4, without=("residual",), gen=torch.Generator()), 0.3),
@@ -473,34 +485,34 @@ def test_what_no_file_holds_is_not_kept_with_an_index(tmp_path):
     ]
 
 
-def test_old_and_new_side_by_side_and_a_kill_between(tmp_path, monkeypatch):
+def test_migrate_resumes_after_kill_beside_current_version(tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", x)
     store = IndexStore(tmp_path / "s")
-    assert store.current is None and "migrate and switch" in error_message(store.open)
+    assert store.current is None and "migrate and activate" in error_message(store.open)
     old = store.migrate(LINEAR, tmp_path / "x.npy")
-    store.switch(old)
-    monkeypatch.setattr(module, "_filled", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    store.activate(old)
+    monkeypatch.setattr(module, "_add_file", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        store.migrate(BENT, tmp_path / "x.npy", factory="IVF12,Flat")  # rows are adapted, no index yet
+        store.migrate(NONLINEAR, tmp_path / "x.npy", index_factory="IVF12,Flat")  # rows are adapted, no index yet
     monkeypatch.undo()
     calls = []
     monkeypatch.setattr(module, "transform_file", lambda *a, **k: calls.append(a))
-    assert store.versions() == [old] and "no version" in error_message(
-        lambda: store.switch(as_transform(BENT).fingerprint[:16])
+    assert store.versions() == [old] and "no finished version" in error_message(
+        lambda: store.activate(as_transform(NONLINEAR).fingerprint[:16])
     )
-    new = store.migrate(BENT, tmp_path / "x.npy", factory="IVF12,Flat", batch=100)
+    new = store.migrate(NONLINEAR, tmp_path / "x.npy", index_factory="IVF12,Flat", batch_size=100)
     assert (
         not calls
         and store.current == old
         and store.versions() == sorted([old, new])
-        and store.migrate(BENT, tmp_path / "x.npy") == new
+        and store.migrate(NONLINEAR, tmp_path / "x.npy") == new
     )
-    store.switch(new)
+    store.activate(new)
     assert (
-        store.open().fingerprint == as_transform(BENT).fingerprint
+        store.open().fingerprint == as_transform(NONLINEAR).fingerprint
         and store.open(old).fingerprint == as_transform(LINEAR).fingerprint
     )
-    assert "being served" in error_message(lambda: store.drop(new)) and "no version" in error_message(
+    assert "current version" in error_message(lambda: store.drop(new)) and "no finished version" in error_message(
         lambda: store.drop("../x")
     )
     store.drop(old)
@@ -509,18 +521,18 @@ def test_old_and_new_side_by_side_and_a_kill_between(tmp_path, monkeypatch):
     )
 
 
-def test_an_inverted_file_is_trained_on_evenly_spaced_rows(tmp_path, monkeypatch):
-    "Over all blocks: rows sorted by class must not leave the index trained on the first ones."
+def test_migrate_trains_on_evenly_spaced_rows(tmp_path, monkeypatch):
+    "Every step-th row over all batches: the file may be sorted by class."
     np.save(tmp_path / "x.npy", x)
-    monkeypatch.setattr(module, "TRAIN_ROWS", 225)
+    monkeypatch.setattr(module, "MAX_TRAIN_ROWS", 225)
     seen = []
     real = faiss.IndexIVFFlat.train
     monkeypatch.setattr(faiss.IndexIVFFlat, "train", lambda self, rows: (seen.append(rows.copy()), real(self, rows))[1])
-    IndexStore(tmp_path / "s").migrate(LINEAR, tmp_path / "x.npy", factory="IVF4,Flat", batch=50)
+    IndexStore(tmp_path / "s").migrate(LINEAR, tmp_path / "x.npy", index_factory="IVF4,Flat", batch_size=50)
     assert np.allclose(seen[0], as_transform(LINEAR).transform(x[::4]), atol=1e-6)
 
 
-def test_what_a_store_cannot_hold_is_named(tmp_path):
+def test_migrate_refuses_unsupported_input(tmp_path):
     np.save(tmp_path / "x.npy", x)
     store = IndexStore(tmp_path / "s")
     assert "square matrix" in error_message(
@@ -528,12 +540,12 @@ def test_what_a_store_cannot_hold_is_named(tmp_path):
     ) and "ids must be" in error_message(lambda: store.migrate(LINEAR, tmp_path / "x.npy", ids=["a"]))
 
 
-# -- at the end of a SentenceTransformer -------------------------------------------------------------------
+# -- SentenceAdapter --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ("white, linear", "lda", "bent"))
-def test_a_sentence_transformer_ends_in_the_adapter(tmp_path, monkeypatch, kind):
-    "Random token vectors, a word tokenizer: texts in, adapted unit rows out, saved and loaded by the library itself."
+@pytest.mark.parametrize("kind", ("white, linear", "lda", "nonlinear"))
+def test_sentence_transformer_with_adapter_is_saved_and_loaded(tmp_path, monkeypatch, kind):
+    "Random token vectors and a word tokenizer: the model encodes texts to adapted unit rows, also after save and load."
     st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'ega[offline]'")
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -545,22 +557,23 @@ def test_a_sentence_transformer_ends_in_the_adapter(tmp_path, monkeypatch, kind)
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(0)
     plain = st.SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=D)], device="cpu")
-    texts, a = ["where is my card", "the parrot", "card"], ADAPTERS.get(kind, BENT)
+    texts, a = ["where is my card", "the parrot", "card"], ADAPTERS.get(kind, NONLINEAR)
     model = st.SentenceTransformer(modules=[plain[0], SentenceAdapter(a)], device="cpu")
     expected = as_transform(a).transform(normalize(plain.encode(texts)))
     assert (
-        np.allclose(model.encode(texts), expected, atol=1e-6) and model.get_embedding_dimension() == as_transform(a).dim
+        np.allclose(model.encode(texts), expected, atol=1e-6)
+        and model.get_embedding_dimension() == as_transform(a).output_dim
     )
     model.save(str(tmp_path / "m"))
     again = st.SentenceTransformer(str(tmp_path / "m"), device="cpu", trust_remote_code=True)
     assert (
         np.array_equal(again.encode(texts), model.encode(texts))
-        and again[-1].map.fingerprint == as_transform(a).fingerprint
+        and again[-1].transform.fingerprint == as_transform(a).fingerprint
     )
     assert not [f for f in (tmp_path / "m").rglob("*") if f.suffix in (".bin", ".pkl", ".pt")]
 
 
-def test_a_sentence_adapter_trains_nothing_and_refuses_chains_it_cannot_keep():
+def test_sentence_adapter_has_no_trainable_parameters_and_refuses_nonlinear_chains():
     assert not [p for p in SentenceAdapter(LINEAR).parameters() if p.requires_grad] and "distill" in error_message(
-        lambda: SentenceAdapter([BENT, LINEAR])
+        lambda: SentenceAdapter([NONLINEAR, LINEAR])
     )

@@ -1,4 +1,4 @@
-"The embedded vector database for real: create, migrate, stop, go on, switch, ask, refuse."
+"LanceDB tables: writing, migration and its resumption, activation, search, errors."
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def unit(n, seed):
 
 x, xq = unit(N, 0), unit(20, 1)
 SET = EmbeddingSet(x, y, [f"ü'{i}" for i in range(N)], ["train", "test"] * (N // 2), tuple("abcdefghij"), {})
-WHITE, LOW = WCCN(0.3).fit(x, y), LDAMap(5).fit(x, y)
+WHITENING, LDA = WCCN(0.3).fit(x, y), LDAMap(5).fit(x, y)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def exact(adapter, k):
     return knn(m.transform(xq), m.transform(x), k)
 
 
-def test_a_table_holds_the_set(table):
+def test_table_contains_the_embedding_set(table):
     rows = table.search().select(["id", "label", "split", "vector"]).limit(N).to_arrow()
     assert (
         rows["id"].to_pylist() == SET.ids.tolist()
@@ -46,20 +46,20 @@ def test_a_table_holds_the_set(table):
     assert np.array_equal(rows["vector"].combine_chunks().flatten().to_numpy().reshape(N, -1), x)
 
 
-@pytest.mark.parametrize("adapter", (WHITE, LOW), ids=("square", "narrow"))
-def test_a_migrated_table_answers_as_exact_search(table, adapter):
+@pytest.mark.parametrize("adapter", (WHITENING, LDA), ids=("square", "narrow"))
+def test_migrated_table_equals_exact_search(table, adapter):
     activate(table, migrate_table(table, adapter, batch_size=77))
     found, expected = AdaptedTable(table, adapter).search(xq, 5), exact(adapter, 5)
     assert (found.I == SET.ids[expected.I]).all() and np.abs(found.D - expected.D).max() < 1e-5
 
 
-def test_a_stop_in_the_middle_goes_on_and_the_old_column_answers(tmp_path, table, monkeypatch):
-    "Another process, another connection; rows added in between are taken along; nothing is adapted twice."
+def test_migration_resumes_while_raw_column_is_searched(tmp_path, table, monkeypatch):
+    "From another connection; rows added in between are adapted too, and no row is adapted twice."
     adapted = []
-    m = as_transform(WHITE)._replace(
-        transform=lambda rows: (adapted.append(len(rows)), as_transform(WHITE).transform(rows))[1]
+    m = as_transform(WHITENING)._replace(
+        transform=lambda rows: (adapted.append(len(rows)), as_transform(WHITENING).transform(rows))[1]
     )
-    column = migrate_table(table, m, batch_size=50, most=120)
+    column = migrate_table(table, m, batch_size=50, max_rows=120)
     assert (
         adapted == [50, 50, 20]
         and "180 rows have no vector" in error_message(lambda: activate(table, column))
@@ -74,19 +74,19 @@ def test_a_stop_in_the_middle_goes_on_and_the_old_column_answers(tmp_path, table
     assert migrate_table(again, m) == column and sum(adapted) == N + 1
     activate(again, column)
     assert (
-        AdaptedTable(again, WHITE).search(xq[3:4], 1).I.tolist() == [["new"]]
+        AdaptedTable(again, WHITENING).search(xq[3:4], 1).I.tolist() == [["new"]]
         and migrate_table(again, m) == column
         and sum(adapted) == N + 1
     )
 
 
 def test_conditions_columns_and_padding(table):
-    activate(table, migrate_table(table, WHITE))
-    t = AdaptedTable(table, WHITE)
+    activate(table, migrate_table(table, WHITENING))
+    t = AdaptedTable(table, WHITENING)
     found = t.search(xq, 3, where="label = 4 AND split = 'test'")
     member = np.flatnonzero((y == 4) & (SET.split == "test"))
-    z = as_transform(WHITE).transform(x)
-    assert (found.I == SET.ids[member][knn(as_transform(WHITE).transform(xq), z[member], 3).I]).all()
+    z = as_transform(WHITENING).transform(x)
+    assert (found.I == SET.ids[member][knn(as_transform(WHITENING).transform(xq), z[member], 3).I]).all()
     few = t.search(xq[:2], 4, where="id = 'ü''7'")
     assert few.I.tolist() == [["ü'7", "", "", ""]] * 2 and np.isinf(few.D[:, 1:]).all()
     one = t.rows(xq[:1], 2, columns=["id", "label"])
@@ -96,61 +96,61 @@ def test_conditions_columns_and_padding(table):
     ]
 
 
-def test_an_index_on_the_new_column_answers(table):
+def test_index_on_adapted_column(table):
     from lancedb.index import IvfFlat
 
-    column = migrate_table(table, WHITE)
+    column = migrate_table(table, WHITENING)
     table.create_index(column, config=IvfFlat(distance_type="l2", num_partitions=4), replace=True)
     activate(table, column)
-    found, few = (AdaptedTable(table, WHITE).search(xq, 5, nprobes=n) for n in (4, 1))
-    assert (found.I == SET.ids[exact(WHITE, 5).I]).all() and 0.1 < (few.I == found.I).mean() < 1
+    found, few = (AdaptedTable(table, WHITENING).search(xq, 5, nprobes=n) for n in (4, 1))
+    assert (found.I == SET.ids[exact(WHITENING, 5).I]).all() and 0.1 < (few.I == found.I).mean() < 1
 
 
-def test_two_adapters_side_by_side_and_back(table):
-    first, second = migrate_table(table, WHITE), migrate_table(table, LOW)
+def test_two_adapted_columns_and_back_to_raw(table):
+    first, second = migrate_table(table, WHITENING), migrate_table(table, LDA)
     activate(table, first)
     activate(table, second)
     assert (
         active_column(table) == second
-        and "was adapted by" in error_message(lambda: AdaptedTable(table, WHITE))
-        and (AdaptedTable(table, LOW).search(xq, 2).I == SET.ids[exact(LOW, 2).I]).all()
+        and "was adapted by" in error_message(lambda: AdaptedTable(table, WHITENING))
+        and (AdaptedTable(table, LDA).search(xq, 2).I == SET.ids[exact(LDA, 2).I]).all()
     )
     activate(table, first)
-    assert (AdaptedTable(table, WHITE).search(xq, 2).I == SET.ids[exact(WHITE, 2).I]).all()
+    assert (AdaptedTable(table, WHITENING).search(xq, 2).I == SET.ids[exact(WHITENING, 2).I]).all()
     activate(table, "vector")
-    assert "serves its raw vectors" in error_message(lambda: AdaptedTable(table, WHITE))
+    assert "holds raw vectors" in error_message(lambda: AdaptedTable(table, WHITENING))
 
 
 @pytest.mark.parametrize(
     "call, words",
     [
         (lambda t: migrate_table(t, np.eye(3, dtype="f4")), "3 numbers"),
-        (lambda t: migrate_table(t, WHITE, source="nothing"), "columns"),
-        (lambda t: migrate_table(t, WHITE, key="label"), "distinctly"),
+        (lambda t: migrate_table(t, WHITENING, vector_column="nothing"), "columns"),
+        (lambda t: migrate_table(t, WHITENING, id_column="label"), "must be distinct"),
         (lambda t: activate(t, "adapted_0"), "no column"),
         (lambda t: active_column(t, "nothing"), "no column"),
         (lambda t: AdaptedTable(t, LinearAdapter(D)), "raw vectors"),
     ],
 )
-def test_bad_input_is_named(table, call, words):
+def test_bad_input_raises(table, call, words):
     assert words in error_message(lambda: call(table))
 
 
-def test_a_table_is_found_by_its_place_and_filled_where_a_write_stopped(tmp_path):
-    place = tmp_path / "db" / "t.lance"
-    write_table(place, SET.take(slice(0, 110)), batch_size=50)
-    table = write_table(place, SET, batch_size=50)  # the rest, and nothing twice
+def test_write_table_resumes_and_open_table_checks_path(tmp_path):
+    path = tmp_path / "db" / "t.lance"
+    write_table(path, SET.take(slice(0, 110)), batch_size=50)
+    table = write_table(path, SET, batch_size=50)  # the missing rows, none twice
     assert table.to_arrow()["id"].to_pylist() == SET.ids.tolist() and set(table.to_arrow()["class"].to_pylist()) == set(
         SET.classes
     )
-    assert write_table(place, SET).count_rows() == N == open_table(place).count_rows()
+    assert write_table(path, SET).count_rows() == N == open_table(path).count_rows()
     narrow = EmbeddingSet(np.eye(3, dtype=np.float32), [0, 1, 2], ["p", "q", "r"], [""] * 3, tuple("abc"), {})
-    assert "got 16" in error_message(lambda: write_table(place, narrow)) and "NAME.lance" in error_message(
+    assert "got 16" in error_message(lambda: write_table(path, narrow)) and "NAME.lance" in error_message(
         lambda: write_table(tmp_path / "t", SET)
     )
     (tmp_path / "hollow.lance").mkdir()
     for wrong, words in (
-        (tmp_path / "none.lance", "there is none"),
+        (tmp_path / "none.lance", "it does not exist"),
         (tmp_path, "another ending"),
         (tmp_path / "hollow.lance", "cannot be opened"),
     ):
