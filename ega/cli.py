@@ -184,7 +184,7 @@ def _report(args):
         random_state=args.seed,
     )
     if args.json:
-        print(json.dumps({"out": args.out, "kinds": json.loads(comparison.kinds.to_json(orient="records"))}))
+        print(json.dumps({"out": args.out, "groups": json.loads(comparison.kinds.to_json(orient="records"))}))
     else:
         print(f"{summary_sentence(comparison)}\n{args.out}")
 
@@ -247,7 +247,7 @@ def _migrate_table(args, store):
 def _migrate_index(args, store):
     "Migrate a folder of FAISS indexes."
     from ega.arrays import InputError
-    from ega.index import IndexStore, migrate_index
+    from ega.index import IndexStore
 
     if not args.vectors:
         raise InputError(
@@ -256,8 +256,7 @@ def _migrate_index(args, store):
         )
     indexes = IndexStore(store)
     previous = indexes.current
-    version = migrate_index(
-        indexes,
+    version = indexes.migrate(
         args.adapter,
         args.vectors,
         index_factory=args.index_factory,
@@ -492,6 +491,18 @@ def _fit_arguments(command):
     _add_json_and_quiet(command)
 
 
+def _evaluate_arguments(command):
+    "Arguments of `ega evaluate`."
+    command.add_argument("adapter", help="the folder written by `ega fit`")
+    _data_arguments(command)
+    _add_json_and_quiet(command, quiet=False)
+    command.epilog = (
+        "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
+        "searched among rows of the same kind or in a mixed gallery of seen and unseen classes. change has a 95 % "
+        "interval from low to high. capture is the share of unseen queries answered by a seen class."
+    )
+
+
 def _report_arguments(command):
     "Arguments of `ega report`."
     command.add_argument("adapter", help="the folder written by `ega fit`")
@@ -565,10 +576,9 @@ def parser() -> argparse.ArgumentParser:
     _embed_inputs(command)
     _embed_options(command)
     _fit_arguments(add("fit", _fit, "select and fit an adapter, without any unseen class"))
-    command = add("evaluate", _evaluate, "measure LP@1 before and after an adapter, on seen and unseen classes")
-    command.add_argument("adapter", help="the folder written by `ega fit`")
-    _data_arguments(command)
-    _add_json_and_quiet(command, quiet=False)
+    _evaluate_arguments(
+        add("evaluate", _evaluate, "measure label precision before and after an adapter, on seen and unseen classes")
+    )
     _report_arguments(add("report", _report, "write a page about what an adapter gains and loses, with examples"))
     command = add("info", _info, "describe a pack")
     command.add_argument("pack", help="a .parquet pack")

@@ -145,7 +145,8 @@ def _compare_on_folds(x, y, folds, candidates, *, n_jobs, verbose, **settings):
     "One FoldComparison a fold, in the order of the folds."
     if n_jobs is not None or effective_n_jobs(None) > 1:  # the second: inside joblib.parallel_config
         jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
-        return Parallel(n_jobs=n_jobs, verbose=10 if verbose else 0)(jobs)
+        with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
+            return Parallel(n_jobs=n_jobs, verbose=10 if verbose else 0)(jobs)
     from tqdm import tqdm
 
     total = len(folds) * len(candidates)
