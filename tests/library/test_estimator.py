@@ -1,7 +1,10 @@
-"""The estimator: conventions, containers, files, and the example of the README."""
+"""EmbeddingAdapter: scikit-learn's conventions, containers, files, and the example of the README."""
 
 import copy
+import doctest
+import inspect
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +16,11 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, KFold
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils import estimator_checks
 from sklearn.utils.estimator_checks import check_estimator
 from test_selection import world
 
@@ -34,17 +40,17 @@ from ega.cli import main
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.experiments.runs import build_config, fit_map
-from ega.methods import fit_adapter
+from ega.methods import build_method_config, fit_adapter
 from ega.packs import EmbeddingSet, write_pack
 from ega.selection import Selection
 from ega.vectors import open_vectors, read_embeddings, read_labels
 
 root = Path(__file__).resolve().parents[2]
 EXPECTED_FAILURES = {
-    "check_estimators_dtypes": "its integer matrix has a row of zeros, which has no direction; ega refuses such rows everywhere",
-    "check_dtype_object": "objects are refused: a matrix of embeddings is a matrix of numbers",
-    "check_fit2d_1sample": "one row is refused for its one class, in other words than the check looks for",
-    "check_fit2d_1feature": "on a sphere of one dimension there is nothing to whiten, in other words than the check looks for",
+    "check_estimators_dtypes": "its integer matrix has a row of zeros, which has no direction and is refused",
+    "check_dtype_object": "arrays of objects are refused",
+    "check_fit2d_1sample": "one row is refused because it has one class, and the check expects another message",
+    "check_fit2d_1feature": "on a sphere of one dimension nothing can be whitened; the check expects another message",
 }
 
 
@@ -54,19 +60,102 @@ def fitted():
     return EmbeddingAdapter().fit(x, y), x, y
 
 
+def test_docstring_examples_run():
+    results = doctest.testmod(estimator)
+    assert results.attempted and not results.failed
+
+
+@pytest.mark.parametrize("name", ["fit", "transform", "save", "load", "to_onnx", "push_to_hub", "from_pretrained"])
+def test_help_explains_every_parameter(name):
+    "In numpydoc form, with what is returned."
+    method = getattr(EmbeddingAdapter, name)
+    text, parameters = inspect.getdoc(method), [p for p in inspect.signature(method).parameters if p != "self"]
+    assert "Returns\n-------" in text
+    assert all(
+        f"\n{'**' * (p == 'kwargs')}{p} :" in text or p == "kwargs" and "\n**kwargs\n" in text for p in parameters
+    )
+
+
+def test_help_explains_the_constructor_and_the_fitted_attributes(fitted):
+    text = inspect.getdoc(EmbeddingAdapter)
+    for section in ("Parameters", "Attributes", "See Also", "Notes", "Examples"):
+        assert f"\n{section}\n{'-' * len(section)}\n" in text
+    lines = text.replace('"', "'").splitlines()
+    for name, parameter in inspect.signature(EmbeddingAdapter).parameters.items():
+        assert any(line.startswith(f"{name} : ") and line.endswith(f"default={parameter.default!r}") for line in lines)
+    attributes = text[text.index("Attributes\n") : text.index("See Also\n")]
+    assert all(a in attributes for a in vars(fitted[0]) if a.endswith("_") and not a.startswith("_"))
+
+
 @pytest.mark.parametrize(
-    "estimator", [EmbeddingAdapter(), EmbeddingAdapter(method="wccn", max_unseen_loss=None)], ids=["auto", "one method"]
+    "instance", [EmbeddingAdapter(), EmbeddingAdapter(method="wccn", max_unseen_loss=None)], ids=["auto", "one method"]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_scikit_learn_finds_nothing_else(estimator):
-    failed = [c for c in check_estimator(estimator, on_fail=None) if c["status"] == "failed"]
+def test_check_estimator_of_scikit_learn(instance):
+    failed = [c for c in check_estimator(instance, on_fail=None) if c["status"] == "failed"]
     assert {c["check_name"] for c in failed} <= set(EXPECTED_FAILURES), [
         (c["check_name"], c["exception"]) for c in failed
     ]
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_dataframe_column_names_consistency",
+        "check_n_features_in_after_fitting",
+        "check_transformer_get_feature_names_out",
+        "check_transformer_get_feature_names_out_pandas",
+        "check_set_output_transform",
+        "check_set_output_transform_pandas",
+        "check_global_output_transform_pandas",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:X .*feature names")
+def test_checks_that_scikit_learn_makes_of_its_own_estimators(check):
+    "check_estimator leaves them out, or has them under other names."
+    getattr(estimator_checks, check)("EmbeddingAdapter", EmbeddingAdapter("wccn", max_unseen_loss=None))
+
+
+def named(x, prefix="dim"):
+    return pd.DataFrame(x, columns=[f"{prefix}{i}" for i in range(x.shape[1])])
+
+
+def test_columns_of_a_dataframe_are_kept_and_compared(fitted, tmp_path):
+    _, x, y = fitted
+    frame = named(x)
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
+    assert e.feature_names_in_.tolist() == frame.columns.tolist()
+    e.save(tmp_path / "a")
+    for again in (e, EmbeddingAdapter.load(tmp_path / "a"), pickle.loads(pickle.dumps(e))):
+        assert np.array_equal(again.transform(frame), e.transform(frame)) and type(again.transform(frame)) is np.ndarray
+        for wrong, words in (
+            (frame[frame.columns[::-1]], "same order"),
+            (named(x, "col"), "unseen at fit time"),
+            (frame.drop(columns="dim3"), "now missing"),
+        ):
+            with pytest.raises(InputError, match=words):
+                again.transform(wrong)
+    with pytest.warns(UserWarning, match="fitted with feature names"):
+        e.transform(x)
+    assert not hasattr(e.fit(x, y), "feature_names_in_")
+    with pytest.warns(UserWarning, match="fitted without feature names"):
+        e.transform(frame)
+
+
+def test_set_output_makes_a_dataframe(fitted):
+    _, x, y = fitted
+    frame = named(x).set_index(np.arange(len(x)) + 100)
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).set_output(transform="pandas")
+    z = e.fit_transform(frame, y)
+    assert z.index.equals(frame.index) and z.columns.tolist() == e.get_feature_names_out().tolist()
+    assert z.columns[0] == "embeddingadapter0" and np.array_equal(z, e.set_output(transform="default").transform(frame))
+
+
 def test_import_of_the_name_loads_no_torch():
-    code = "import sys, ega; assert 'torch' not in sys.modules; from ega import EGA; assert EGA.__module__ == 'ega.estimator'"
+    code = (
+        "import sys, ega; assert 'torch' not in sys.modules; "
+        "from ega import EmbeddingAdapter; assert EmbeddingAdapter.__module__ == 'ega.estimator'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 
 
@@ -77,47 +166,124 @@ def test_parameters_survive_a_clone_and_a_pipeline(fitted):
     assert np.array_equal(make_pipeline(FunctionTransformer(), twin).fit(x, y).transform(x), e.transform(x))
 
 
-def test_six_lines_of_the_readme(tmp_path, monkeypatch):
+def test_grid_search_over_strengths():
+    x, y = world(0)
+    grid = {"embeddingadapter__strengths": [(0.1,), (1.0,)], "embeddingadapter__n_jobs": [None]}
+    line = make_pipeline(EmbeddingAdapter(candidates=("wccn",)), KNeighborsClassifier(1))
+    search = GridSearchCV(line, grid, cv=KFold(3, shuffle=True, random_state=0)).fit(x, y)
+    scores = dict(zip(search.cv_results_["param_embeddingadapter__strengths"], search.cv_results_["mean_test_score"]))
+    assert search.best_params_["embeddingadapter__strengths"] == (1.0,) and scores[(1.0,)] > scores[(0.1,)] + 0.1
+    assert search.best_estimator_[0].selection_.strength == 1.0
+
+
+def test_estimator_survives_pickle(fitted):
+    e, x, _ = fitted
+    again = pickle.loads(pickle.dumps(e))
+    assert np.array_equal(again.transform(x), e.transform(x)) and again.get_params() == e.get_params()
+    assert again.selection_.table.equals(e.selection_.table)
+
+
+@pytest.fixture(scope="module")
+def own():
+    "A candidate with a configuration that differs from every method in METHODS."
+    base = build_method_config("whitened_nca", epochs=2, seed=7)
+    return "mine", replace(base, adapter=replace(base.adapter, init_transform="wccn", shrinkage=0.3))
+
+
+def test_own_candidate_survives_save_load_and_a_second_fit(own, tmp_path):
+    x, y = world(0)
+    e = EmbeddingAdapter(candidates=("wccn", own), strengths=(0.5, 1.0)).fit(x, y)
+    assert "mine" in set(e.selection_.table.method)
+    e.save(tmp_path / "a")
+    again = EmbeddingAdapter.load(tmp_path / "a")
+    assert again.get_params() == e.get_params() and again.selection_.config == e.selection_.config
+    for twin in (again, clone(again), pickle.loads(pickle.dumps(again))):
+        twin.fit(x, y)
+        assert twin.fingerprint_ == e.fingerprint_
+        assert twin.selection_.table.drop(columns="seconds").equals(e.selection_.table.drop(columns="seconds"))
+
+
+@pytest.mark.parametrize("max_unseen_loss", [None, 100.0])
+def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, max_unseen_loss):
+    x, y = world(0)
+    e = EmbeddingAdapter(own, max_unseen_loss=max_unseen_loss, strengths=(1.0,)).fit(x, y)
+    assert e.selection_.method == "mine" and e.selection_.config == own[1]
+    e.save(tmp_path / "a")
+    again = EmbeddingAdapter.load(tmp_path / "a")
+    assert again.get_params() == e.get_params() and clone(again).fit(x, y).fingerprint_ == e.fingerprint_
+
+
+def test_cv_results_are_those_of_the_selection_and_survive_save(fitted, tmp_path):
+    e, x, y = fitted
+    assert e.cv_results_ is e.selection_.cv_results and e.cv_results_["rank"].min() == 1
+    e.save(tmp_path / "a")
+    again = EmbeddingAdapter.load(tmp_path / "a").cv_results_
+    assert set(again) == set(e.cv_results_) and again["params"] == e.cv_results_["params"]
+    for key, values in e.cv_results_.items():
+        assert key == "params" or np.array_equal(again[key], values) and again[key].dtype == values.dtype
+    assert EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y).cv_results_ == {}
+
+
+def test_a_fold_without_queries_survives_save(fitted, tmp_path):
+    "Its change is nan, which JSON does not have."
+    e = copy.deepcopy(fitted[0])
+    e.cv_results_["split0_seen_change"][1] = np.nan
+    e.save(tmp_path / "a")
+    json.loads((tmp_path / "a/adapter.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
+    assert np.isnan(EmbeddingAdapter.load(tmp_path / "a").cv_results_["split0_seen_change"][1])
+
+
+def test_numpy_scalars_as_parameters_are_saved(fitted, tmp_path):
+    _, x, y = fitted
+    e = EmbeddingAdapter("wccn", max_unseen_loss=np.float32(1), cv=np.int64(4), random_state=np.int64(0))
+    e.set_params(strengths=np.array([0.5, 1.0])).fit(x, y).save(tmp_path / "a")
+    assert EmbeddingAdapter.load(tmp_path / "a").strengths == (0.5, 1.0)
+
+
+def test_readme_example_runs_in_six_lines(tmp_path, monkeypatch):
     x, y = world(0)
     monkeypatch.chdir(tmp_path)
     np.save("X.npy", x)
     pd.DataFrame({"label": [f"kind {c}" for c in y]}).to_csv("labels.csv", index=False)
     text = (root / "README.md").read_text()
-    lines = text[text.index("from ega import EGA") :].split("```")[0]
-    start = text[: text.index("from ega import EGA")].split("```python\n")[-1]
+    at = text.index("from ega import EmbeddingAdapter")
+    code = text[:at].split("```python\n")[-1] + text[at:].split("```")[0]
     scope = {}
-    exec(start + lines, scope)
-    assert len((start + lines).strip().splitlines()) <= 6
+    exec(code, scope)
+    assert len(code.strip().splitlines()) <= 6
     assert scope["Z"].shape == x.shape and np.array_equal(EmbeddingAdapter.load("adapter").transform(x), scope["Z"])
 
 
 @pytest.mark.parametrize(
     "method", ["wccn", "lda", "whitened_supcon", "linear_supcon", "lora_supcon", "supcon", "ega_paper"]
 )
-def test_one_adapter_is_what_the_two_steps_were(method):
-    "Folding a closed form and the matrix behind it changes distances by rounding only; 2e-5 covers float32 sums of 12 terms at |x| = 1 through two normalisations."
+def test_merged_adapter_equals_closed_form_then_adapter(method):
+    """Merging a closed form and the matrix behind it changes distances by rounding only.
+
+    2e-5 covers float32 sums of 12 terms at |x| = 1 through two normalisations.
+    """
     x, y = world(0)
     config = build_config("unseen", "cub100", method, hidden=8, epochs=2)
     two, one = fit_map(config, x, y)[0](x), transform(fit_adapter(config, x, y), x)
     assert np.allclose(two @ two.T, one @ one.T, atol=2e-5)
 
 
-def test_what_does_not_fold_is_named():
+def test_methods_that_cannot_be_merged_are_named():
     recipe = build_config("unseen", "cub100", "whitened_nca", epochs=1)
     block = replace(recipe, adapter=replace(recipe.adapter, kind="ega_released", hidden=8))
-    for config, words in ((build_config("unseen", "cub100", "pca"), "subtracts a mean"), (block, "matrix alone")):
+    for config, words in ((build_config("unseen", "cub100", "pca"), "PCAMap"), (block, "ReleasedEGA")):
         with pytest.raises(InputError, match=words):
             fit_adapter(config, *world(0))
 
 
-def test_rows_without_a_class_are_never_trained_on(fitted):
+def test_unlabelled_rows_are_never_trained_on(fitted):
     e, x, y = fitted
     wild = np.random.default_rng(5).normal(size=(20, 12))
     with_ = EmbeddingAdapter().fit(np.vstack([wild, x]), np.r_[np.full(20, -1), y])
     assert with_.fingerprint_ == e.fingerprint_ and with_.data_fingerprint_ != e.data_fingerprint_
 
 
-def test_containers_come_back(fitted, tmp_path):
+def test_transform_returns_the_container_it_was_given(fitted, tmp_path):
     e, x, _ = fitted
     z = e.transform(x)
     np.save(tmp_path / "x.npy", x)
@@ -125,42 +291,42 @@ def test_containers_come_back(fitted, tmp_path):
     assert type(mapped) is np.memmap and np.array_equal(mapped, z) and type(z) is np.ndarray and z.dtype == np.float32
     for dtype in (torch.float32, torch.float64, torch.float16):
         t = e.transform(torch.from_numpy(x).to(dtype))
-        assert (
-            isinstance(t, torch.Tensor)
-            and t.dtype == dtype
-            and np.allclose(t.float().numpy(), z, atol=1e-6 if dtype != torch.float16 else 5e-3)
-        )
+        tolerance = 1e-6 if dtype != torch.float16 else 5e-3
+        assert isinstance(t, torch.Tensor) and t.dtype == dtype
+        assert np.allclose(t.float().numpy(), z, atol=tolerance)
     assert np.allclose(e.transform(7 * x), z, atol=1e-6)
 
 
-def test_frozen_gives_the_rows_back():
+def test_frozen_returns_the_embeddings():
     x, y = world(0, classes=4)
     e = EmbeddingAdapter().fit(x, y)
     assert e.frozen_ and "too few" in e.selection_.reason and np.allclose(e.transform(x), x, atol=1e-6)
 
 
-def test_the_strength_that_was_chosen_is_what_is_kept(fitted):
+def test_fitted_adapter_has_the_selected_strength(fitted):
     _, x, y = fitted
     e = EmbeddingAdapter(candidates=("wccn",), strengths=(0.5,)).fit(x, y)
-    whole = fit_adapter(e.selection_.config, check_and_normalize(x), y, device="cpu")
+    full = fit_adapter(e.selection_.config, check_and_normalize(x), y, device="cpu")
+    half = adapter_fingerprint(scale_residual(full, 0.5))
     assert (e.selection_.method, e.selection_.strength) == ("wccn", 0.5)
-    assert (
-        adapter_fingerprint(e.adapter_) == adapter_fingerprint(scale_residual(whole, 0.5)) != adapter_fingerprint(whole)
-    )
+    assert e.fingerprint_ == adapter_fingerprint(e.adapter_) == half != adapter_fingerprint(full)
 
 
-def test_what_was_asked_for_is_what_is_asked(fitted, monkeypatch):
-    "Every setting reaches the selection under its own name; a method by name is the only candidate."
+def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
+    "A method by name is the only candidate."
     _, x, y = fitted
-    asked, frozen = [], Selection("frozen", 0.0, "", pd.DataFrame(), 1.0, 0.95, 12)
-    monkeypatch.setattr(estimator, "select_adapter", lambda x, y, names, **how: asked.append((names, how)) or frozen)
-    how = dict(max_unseen_loss=0.3, confidence=0.8, strengths=(0.4,), folds=3, seed=5, device="cpu", progress=True)
-    EmbeddingAdapter(candidates=("lda",), **how).fit(x, y)
-    EmbeddingAdapter("wccn", **how).fit(x, y)
-    assert asked == [(("lda",), how), (("wccn",), how)]
+    calls, frozen = [], Selection("frozen", 0.0, "", pd.DataFrame(), 1.0, 0.95, 12)
+    monkeypatch.setattr(
+        estimator, "select_adapter", lambda x, y, names, **settings: calls.append((names, settings)) or frozen
+    )
+    same = dict(max_unseen_loss=0.3, confidence=0.8, strengths=(0.4,), random_state=5, device="cpu")
+    same |= dict(n_jobs=2, verbose=True)
+    EmbeddingAdapter(candidates=("lda",), cv=3, **same).fit(x, y)
+    EmbeddingAdapter("wccn", cv=3, **same).fit(x, y)
+    assert calls == [(("lda",), same | {"n_folds": 3}), (("wccn",), same | {"n_folds": 3})]
 
 
-def test_the_fingerprint_of_the_data_is_of_rows_and_labels(fitted):
+def test_fingerprint_of_the_data_covers_embeddings_and_labels(fitted):
     _, x, y = fitted
     made = [
         EmbeddingAdapter("wccn", max_unseen_loss=None).fit(*data).data_fingerprint_
@@ -169,7 +335,7 @@ def test_the_fingerprint_of_the_data_is_of_rows_and_labels(fitted):
     assert len(set(made)) == 3 and made[0] == made[3]
 
 
-def test_without_a_budget_nothing_is_asked():
+def test_without_max_unseen_loss_nothing_is_compared():
     x, y = world(0, classes=4)
     e = EmbeddingAdapter(method="wccn", max_unseen_loss=None).fit(x, y)
     assert not e.frozen_ and np.allclose(
@@ -177,27 +343,34 @@ def test_without_a_budget_nothing_is_asked():
     )
     with pytest.raises(InputError, match="name a method"):
         EmbeddingAdapter(max_unseen_loss=None).fit(x, y)
+    frozen = EmbeddingAdapter("frozen", max_unseen_loss=None).fit(x, y)
+    assert frozen.frozen_ and frozen.selection_.strength == 0
 
 
 @pytest.mark.parametrize("where", ["folder", "one.safetensors"])
-def test_a_file_holds_everything(fitted, tmp_path, where):
+def test_saved_estimator_loads_with_all_its_attributes(fitted, tmp_path, where):
     e, x, _ = fitted
     e.save(tmp_path / where)
     again = EmbeddingAdapter.load(tmp_path / where)
     assert np.array_equal(again.transform(x), e.transform(x)) and again.get_params() == e.get_params()
     for name in ("fingerprint_", "data_fingerprint_", "frozen_", "n_features_in_"):
         assert getattr(again, name) == getattr(e, name)
-    assert np.array_equal(again.classes_, e.classes_) and again.selection_.table.verdict.equals(
-        e.selection_.table.verdict
-    )
+    assert np.array_equal(again.classes_, e.classes_)
+    assert again.selection_.table.safety_check.equals(e.selection_.table.safety_check)
+    assert (again.selection_.config, again.selection_.n_classes) == (e.selection_.config, 12)
     names = sorted(f.suffix for f in tmp_path.rglob("*.*") if f.is_file())
     assert names == [".json", ".safetensors"]
+    assert np.array_equal(again.get_feature_names_out(), e.get_feature_names_out())
 
 
 def spoil(folder, **change):
     "Change the description in place."
     path = folder / "adapter.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def spoil_selection(folder, **change):
+    spoil(folder, selection=json.loads((folder / "adapter.json").read_text())["selection"] | change)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +383,23 @@ def spoil(folder, **change):
         (lambda f: (f / "adapter.json").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
         (lambda f: spoil(f, fingerprint="0" * 64), "other weights"),
         (lambda f: spoil(f, n_features_in=3), "other weights"),
-        (lambda f: spoil(f, settings={"method": "wccn", "steps": 3}), "no setting 'steps'"),
+        (lambda f: spoil(f, settings={"method": "wccn", "steps": 3}), "unknown setting 'steps'"),
+        (lambda f: spoil(f, settings={"candidates": [3]}), "cannot be read"),
+        (lambda f: spoil(f, settings={"candidates": [{"name": 3, "config": {}}]}), "name is int"),
+        (lambda f: spoil(f, settings={"candidates": [{"name": "a", "config": {"x": 1}}]}), "no field"),
         (lambda f: spoil(f, selection={"table": []}), "cannot be read"),
-        (lambda f: spoil(f, classes=[1, "a"]), "classes are neither"),
-        (lambda f: spoil(f, classes=[1, 2**63]), "64-bit"),
+        (lambda f: spoil_selection(f, config={"x": 1}), "no field"),
+        (lambda f: spoil_selection(f, strength="1"), "strength is str"),
+        (lambda f: spoil_selection(f, n_classes=True), "n_classes is bool"),
+        (lambda f: spoil_selection(f, cv_results={"rank": [1]}), "not a list of 9 values"),
+        (lambda f: spoil_selection(f, cv_results={"rank": ["x"] * 9}), "cannot be read"),
+        (lambda f: spoil(f, feature_names_in=["a"]), "feature_names_in"),
+        (lambda f: spoil(f, classes=[1, "a"]), "all integers or all texts"),
+        (lambda f: spoil(f, classes=[1, 2**63]), "must fit in int64, got 9223372036854775808"),
         (lambda f: save_adapter(LinearAdapter(12), f / "adapter.safetensors"), "other weights"),
     ],
 )
-def test_hostile_files_are_named(fitted, tmp_path, harm, words):
+def test_damaged_files_are_named(fitted, tmp_path, harm, words):
     fitted[0].save(tmp_path / "a")
     harm(tmp_path / "a")
     with pytest.raises(InputError, match=words):
@@ -233,7 +415,7 @@ def test_hostile_files_are_named(fitted, tmp_path, harm, words):
         lambda g: ega.adapters.PaperEGA(12, hidden=16, gen=g),
     ],
 )
-def test_onnx_is_torch(fitted, tmp_path, make):
+def test_onnx_equals_torch(fitted, tmp_path, make):
     pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     e, x, _ = fitted
@@ -247,7 +429,7 @@ def test_onnx_is_torch(fitted, tmp_path, make):
         assert np.abs(session.run(["z"], {"x": rows})[0] - e.transform(rows)).max() < 1e-5
 
 
-def test_hub_and_back_without_a_network(fitted, tmp_path, monkeypatch):
+def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     e, x, _ = fitted
     sent = {}
@@ -265,7 +447,7 @@ def test_hub_and_back_without_a_network(fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(
         hub,
         "snapshot_download",
-        lambda name, **how: fetched.append((name, how["allow_patterns"])) or str(tmp_path / "repo"),
+        lambda name, **options: fetched.append((name, options["allow_patterns"])) or str(tmp_path / "repo"),
     )
     assert np.array_equal(
         estimator._hub_class(EmbeddingAdapter)._from_pretrained(model_id="me/adapter").estimator.transform(x),
@@ -273,7 +455,7 @@ def test_hub_and_back_without_a_network(fitted, tmp_path, monkeypatch):
     ) and fetched == [("me/adapter", ["adapter.*"])]  # nothing else of a repository is fetched
 
 
-def test_a_missing_extra_is_named(fitted, tmp_path, monkeypatch):
+def test_missing_extra_is_named(fitted, tmp_path, monkeypatch):
     for package, extra, call in (
         ("onnx", "onnx", lambda: fitted[0].to_onnx(tmp_path / "a.onnx")),
         ("huggingface_hub", "hub", lambda: fitted[0].push_to_hub("a/b")),
@@ -284,7 +466,7 @@ def test_a_missing_extra_is_named(fitted, tmp_path, monkeypatch):
         assert f"\n{extra} = [" in (root / "pyproject.toml").read_text()
 
 
-def test_labels_in_two_kinds():
+def test_labels_may_be_integers_or_texts():
     numbers, classes = encode_partial_labels(np.array([5.0, -1.0, 2.0]), 3)
     assert numbers.tolist() == [1, -1, 0] and classes.tolist() == [2, 5]
     numbers, classes = encode_partial_labels(["b", None, "a"], 3)
@@ -318,14 +500,14 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors", "x.parquet", "pack.parquet"])
-def test_rows_are_read_from_every_format(files, name):
+def test_embeddings_are_read_from_every_format(files, name):
     x, labels = read_embeddings(files / name)
     assert np.allclose(x, world(0)[0], atol=1e-6) and (labels is None) == (name != "pack.parquet")
     if labels is not None:
         assert labels[0] == "kind 0" and len(labels) == len(x)
 
 
-def test_wrong_files_are_named(files, tmp_path):
+def test_unusable_files_are_named(files, tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"PK")
     (tmp_path / "bad.csv").write_bytes(b"\xff\xfe")
     (tmp_path / "two.csv").write_text("a,b\n1,2\n")
@@ -342,52 +524,68 @@ def test_wrong_files_are_named(files, tmp_path):
             call()
 
 
-def test_the_command_fits_evaluates_and_transforms(files, tmp_path, capsys, monkeypatch):
+def test_commands_fit_evaluate_and_transform(files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x, y, out = str(files / "x.npy"), str(files / "y.csv"), str(tmp_path / "adapter")
     assert main(["fit", x, y, "-o", out, "--quiet"]) == 0
     text = capsys.readouterr().out
-    assert "pass" in text and "pseudo-unseen" in text and not EmbeddingAdapter.load(out).frozen_
+    assert "pass" in text and "held-out classes" in text and not EmbeddingAdapter.load(out).frozen_
+    assert max(len(line) for line in text.splitlines() if "/" not in line) <= 120
     assert main(["fit", x, y, "-o", out]) == 2 and "--overwrite" in capsys.readouterr().err
     assert main(["fit", str(files / "pack.parquet"), "-o", out, "--overwrite", "--json", "--method", "wccn"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["method"] == "wccn" and told["classes"] == 12 and told["table"][0]["method"] == "frozen"
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "wccn" and result["n_classes"] == 12 and result["table"][0]["method"] == "frozen"
     assert main(["evaluate", out, x, y, "--json"]) == 0
     (seen,) = json.loads(capsys.readouterr().out)
-    assert seen["classes"] == "seen" and seen["low"] > 0 and seen["rows"] == 168
+    assert seen["classes"] == seen["gallery"] == "seen" and seen["low"] > 0 and seen["n_queries"] == 168
     assert main(["transform", out, x, "-o", str(tmp_path / "z.npy"), "--quiet"]) == 0
     assert np.allclose(np.load(tmp_path / "z.npy"), EmbeddingAdapter.load(out).transform(np.load(x)), atol=1e-6)
-    np.save("long.npy", 3 * np.load(x))  # what fit takes, transform takes
-    assert main(["transform", out, "long.npy", "-o", "y.npy", "--quiet"]) == 0 and np.allclose(
-        np.load("y.npy"), np.load("z.npy"), atol=1e-6
-    )
-    assert (
-        main(["transform", f"{out}/adapter.safetensors", "long.npy", "-o", "n.npy", "--quiet"]) == 2
-        and "--normalize" in capsys.readouterr().err
-    )
-    capsys.readouterr()
+    np.save("long.npy", 3 * np.load(x))  # what fit accepts, transform accepts
+    assert main(["transform", out, "long.npy", "-o", "y.npy", "--quiet"]) == 0
+    assert np.allclose(np.load("y.npy"), np.load("z.npy"), atol=1e-6)
+    assert main(["transform", f"{out}/adapter.safetensors", "long.npy", "-o", "n.npy", "--quiet"]) == 2
+    assert "--normalize" in capsys.readouterr().err
     assert main(["fit", x, "-o", "b"]) == 2 and "labels" in capsys.readouterr().err
     assert main(["evaluate", "nowhere", x, y]) == 2 and "no such" in capsys.readouterr().err
 
 
-def test_seen_and_unseen_are_told_apart(fitted):
+def test_command_evaluate_prints_80_columns(fitted, tmp_path, capsys):
     e, x, y = fitted
     other, names = world(7, classes=6)
-    frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index("classes")
-    assert frame.loc["seen", "count"] == 12 and frame.loc["unseen", "count"] == 6 and frame.loc["unseen", "rows"] == 84
-    alone = evaluate(e, np.vstack([x, other[:1], other]), np.r_[y, 999, names + 100]).set_index(
-        "classes"
-    )  # has no classmate to be found
-    assert (
-        alone.loc["unseen"].drop("rows").equals(frame.loc["unseen"].drop("rows")) and alone.loc["unseen", "rows"] == 84
-    )
+    e.save(tmp_path / "a")
+    np.save(tmp_path / "x.npy", np.vstack([x, other]))
+    np.save(tmp_path / "y.npy", np.r_[y, names + 100])
+    assert main(["evaluate", *(str(tmp_path / name) for name in ("a", "x.npy", "y.npy"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    frame = evaluate(e, np.load(tmp_path / "x.npy"), np.load(tmp_path / "y.npy"))
+    assert max(map(len, lines)) <= 80 and [line.split()[0] for line in lines] == frame.columns.tolist()
+    assert lines[0].split()[1:] == ["seen", "seen", "unseen", "unseen"]
+    assert lines[1].split()[1:] == ["seen", "mixed", "unseen", "mixed"]
+    assert lines[2].split()[1:] == [str(n) for n in frame.n_queries]
+    assert lines[-1].split()[1:] == [f"{frame.capture_adapted.iloc[-1]:.2f}"]
+
+
+def test_seen_and_unseen_classes_are_evaluated_apart(fitted):
+    e, x, y = fitted
+    other, names = world(7, classes=6)
+    frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index(["classes", "gallery"])
+    assert frame.index.tolist() == [("seen", "seen"), ("seen", "mixed"), ("unseen", "unseen"), ("unseen", "mixed")]
+    assert frame.loc["seen"].n_classes.tolist() == [12, 12] and frame.loc["unseen"].n_classes.tolist() == [6, 6]
+    assert frame.loc["unseen"].n_queries.tolist() == [84, 84]
+    single = evaluate(e, np.vstack([x, other[:1], other]), np.r_[y, 999, names + 100])
+    assert single.n_queries.equals(frame.reset_index().n_queries)  # a class of one row is searched, but gives no query
+    assert single.n_classes.equals(frame.reset_index().n_classes)
     with pytest.raises(InputError, match="integers"):
         evaluate(e, x, [f"k{c}" for c in y])
+
+
+def test_methods_of_an_unfitted_estimator_raise_notfittederror(fitted):
+    _, x, _ = fitted
     for call in (
-        lambda: evaluate(EmbeddingAdapter(), x, y),
         lambda: EmbeddingAdapter().transform(x),
         lambda: EmbeddingAdapter().save("none"),
         lambda: EmbeddingAdapter().to_onnx("none"),
+        lambda: EmbeddingAdapter().push_to_hub("me/none"),
     ):
         with pytest.raises(NotFittedError):
             call()

@@ -1,9 +1,12 @@
-"""The gate: what passes, what does not, what is never looked at."""
+"""Selection by leaving classes out: the folds, the bounds, the safety check, the table and parallel folds."""
 
+import doctest
 from dataclasses import replace
 
+import joblib
 import numpy as np
 import pytest
+import torch
 
 from ega import selection
 from ega.arrays import InputError, normalize, spawn_rngs
@@ -12,24 +15,35 @@ from ega.metrics import lp_at_k
 from ega.search import knn, loo_knn
 from ega.selection import (
     MIN_CLASSES,
+    compare_on_fold,
     leave_classes_out,
     pick_candidate,
     resolve_candidate,
     score_candidates,
     select_adapter,
 )
+from ega.statistics import cluster_bootstrap
 
 
 def world(seed, shared=True, classes=12, n=14, d=12):
-    "Rows whose scatter within a class lies along four shared directions (an adapter can learn to ignore them), or in all."
+    "Rows whose scatter within a class lies along four shared directions (an adapter can suppress them), or in all."
     rng = np.random.default_rng(seed)
     scatter = rng.normal(size=(classes, n, d)) * (np.r_[np.full(4, 3.0), np.full(d - 4, 0.2)] if shared else 1.0)
     return normalize((rng.normal(size=(classes, 1, d)) + scatter).reshape(-1, d)), np.repeat(np.arange(classes), n)
 
 
 @pytest.fixture(scope="module")
-def chosen():
+def selected():
     return select_adapter(*world(0), ("wccn", "whitened_nca"))
+
+
+def without_times(table):
+    return table.drop(columns="seconds")
+
+
+def test_docstring_examples_run():
+    results = doctest.testmod(selection)
+    assert results.attempted and not results.failed
 
 
 def test_each_class_is_left_out_once_and_its_rows_are_never_fitted_on():
@@ -37,74 +51,59 @@ def test_each_class_is_left_out_once_and_its_rows_are_never_fitted_on():
     folds = leave_classes_out(y, np.random.default_rng(0), n_folds=4)
     assert sorted(np.concatenate([f.unseen for f in folds])) == np.flatnonzero(y >= 0).tolist()
     for f in folds:
-        assert (
-            set(y[f.fit]).isdisjoint(y[f.unseen])
-            and set(y[f.queries]).isdisjoint(y[f.unseen])
-            and set(y[f.queries]) <= set(y[f.fit])
-            and set(f.fit).isdisjoint(f.queries)
-        )
+        assert set(y[f.fit]).isdisjoint(y[f.unseen])
+        assert set(y[f.queries]).isdisjoint(y[f.unseen])
+        assert set(y[f.queries]) <= set(y[f.fit])
+        assert set(f.fit).isdisjoint(f.queries)
 
 
 @pytest.mark.parametrize("strength", [0.25, 1.0])
-def test_the_table_is_that_of_a_loop_written_out(chosen, strength):
+def test_table_equals_a_loop_over_folds(selected, strength):
     x, y = world(0)
     folds = leave_classes_out(y, spawn_rngs(0).split, n_folds=4)
-    gains = {"seen": [], "unseen": []}
+    changes = {"seen": [], "unseen": []}
+    config = resolve_candidate("wccn").config
     for f in folds:
-        whole = (
-            fit_adapter(resolve_candidate("wccn").config, x[f.fit], y[f.fit], device="cpu").as_matrix().detach().numpy()
-        )
-        A = (1 - strength) * np.eye(len(whole)) + strength * whole
-        g, q, u = (normalize(x[rows] @ A.T) for rows in f)
-        gains["seen"] += list(
-            lp_at_k(knn(q, g, 1), y[f.fit], y[f.queries])
-            - lp_at_k(knn(x[f.queries], x[f.fit], 1), y[f.fit], y[f.queries])
-        )
-        gains["unseen"] += list(
-            lp_at_k(loo_knn(u, 1), y[f.unseen], y[f.unseen])
-            - lp_at_k(loo_knn(x[f.unseen], 1), y[f.unseen], y[f.unseen])
-        )
-    row = chosen.table.query("method == 'wccn' and strength == @strength").iloc[0]
-    assert row.seen == pytest.approx(100 * np.mean(gains["seen"]), abs=1e-6) and row.unseen == pytest.approx(
-        100 * np.mean(gains["unseen"]), abs=1e-6
-    )
+        full = fit_adapter(config, x[f.fit], y[f.fit], device="cpu").as_matrix().detach().numpy()
+        A = (1 - strength) * np.eye(len(full)) + strength * full
+        zb, zq, zu = (normalize(x[rows] @ A.T) for rows in f)
+        adapted = lp_at_k(knn(zq, zb, 1), y[f.fit], y[f.queries])
+        changes["seen"] += list(adapted - lp_at_k(knn(x[f.queries], x[f.fit], 1), y[f.fit], y[f.queries]))
+        adapted = lp_at_k(loo_knn(zu, 1), y[f.unseen], y[f.unseen])
+        changes["unseen"] += list(adapted - lp_at_k(loo_knn(x[f.unseen], 1), y[f.unseen], y[f.unseen]))
+    row = selected.table.query("method == 'wccn' and strength == @strength").iloc[0]
+    assert row.seen == pytest.approx(100 * np.mean(changes["seen"]), abs=1e-6)
+    assert row.unseen == pytest.approx(100 * np.mean(changes["unseen"]), abs=1e-6)
 
 
-def test_a_class_of_one_row_asks_nothing():
-    "Nobody could be found for it, before or after."
+def test_held_out_class_of_one_row_gives_no_query():
+    "No other row has its label, before or after."
     x, y = world(0)
-    more = normalize(np.random.default_rng(1).normal(size=(8, 12)))
-    found = [
-        selection._ask_all(
-            x_,
-            y_,
-            selection.ClassFold(np.flatnonzero(y_ < 8), np.flatnonzero(y_ < 8), np.flatnonzero(y_ >= 8)),
-            [resolve_candidate("wccn")],
-            (1.0,),
-            "cpu",
-            lambda name: None,
-        )[0]["wccn", 1.0]
-        for x_, y_ in ((x, y), (np.vstack([x, more]), np.r_[y, 20:28]))
-    ]
-    assert len(found[0][1]) == len(found[1][1]) == (y >= 8).sum()
+    single = normalize(np.random.default_rng(1).normal(size=(8, 12)))
+    counts = []
+    for x_, y_ in ((x, y), (np.vstack([x, single]), np.r_[y, 20:28])):
+        known = np.flatnonzero(y_ < 8)
+        fold = selection.ClassFold(known, known, np.flatnonzero(y_ >= 8))
+        done = compare_on_fold(x_, y_, fold, [resolve_candidate("wccn")], strengths=(1.0,), device="cpu")
+        counts.append(len(done.changes["wccn", 1.0][1]))
+    assert counts == [(y >= 8).sum()] * 2
 
 
-def test_help_for_all_classes_is_found_and_the_largest_gain_taken(chosen):
-    assert not chosen.frozen and chosen.strength > 0
-    passed = chosen.table[chosen.table.verdict == "pass"]
-    assert (
-        passed.seen.max() == chosen.table.query("method == @chosen.method and strength == @chosen.strength").seen.item()
-    )
+def test_largest_seen_gain_that_passes_is_selected(selected):
+    passed = selected.table[selected.table.safety_check == "pass"]
+    row = selected.table.query("method == @selected.method and strength == @selected.strength")
+    assert not selected.frozen and selected.strength > 0 and passed.seen.max() == row.seen.item()
 
 
-def outcomes(unseen, seen=0.5, n=40):
-    "Differences of one made-up candidate: every class gains `seen`; on the other ten classes `unseen` alternates around its mean."
+def made_changes(unseen, seen=0.5, n=40):
+    "One made-up candidate: each of ten classes gains `seen`; `unseen` alternates around its mean by class."
     classes = np.repeat(np.arange(10), n)
-    return {("made", 1.0): (np.full(10 * n, seen), unseen + np.where(classes % 2, 0.02, -0.02))}, (classes, classes)
+    changes = (np.full(10 * n, seen), unseen + np.where(classes % 2, 0.02, -0.02))
+    return {("made", 1.0): changes}, (classes, classes)
 
 
 @pytest.mark.parametrize(
-    "unseen, seen, max_unseen_loss, verdict",
+    "unseen, seen, max_unseen_loss, expected",
     [
         (0.0, 0.5, 5.0, "pass"),
         (-0.1, 0.5, 5.0, "fail"),
@@ -114,85 +113,186 @@ def outcomes(unseen, seen=0.5, n=40):
         (0.1, -0.1, 5.0, "fail"),
     ],
 )
-def test_a_verdict_weighs_the_lower_ends(unseen, seen, max_unseen_loss, verdict):
+def test_safety_check_uses_the_lower_bounds(unseen, seen, max_unseen_loss, expected):
     table = score_candidates(
-        *outcomes(unseen, seen), max_unseen_loss=max_unseen_loss, confidence=0.95, rng=np.random.default_rng(0)
+        *made_changes(unseen, seen), max_unseen_loss=max_unseen_loss, confidence=0.95, rng=np.random.default_rng(0)
     )
-    assert table.verdict.tolist() == ["pass", verdict] and pick_candidate(table).method == (
-        "made" if verdict == "pass" else "frozen"
-    )
+    assert table.safety_check.tolist() == ["pass", expected]
+    assert pick_candidate(table).method == ("made" if expected == "pass" else "frozen")
 
 
 def test_more_confidence_lowers_the_bound():
-    bound = [
-        score_candidates(*outcomes(0.0), max_unseen_loss=1.0, confidence=c, rng=np.random.default_rng(0)).unseen_bound[
-            1
-        ]
-        for c in (0.6, 0.9, 0.99)
+    bounds = []
+    for confidence in (0.6, 0.9, 0.99):
+        table = score_candidates(
+            *made_changes(0.0), max_unseen_loss=1.0, confidence=confidence, rng=np.random.default_rng(0)
+        )
+        bounds.append(table.unseen_bound[1])
+    assert bounds[0] > bounds[1] > bounds[2]
+
+
+def random_changes(n_candidates, seed=0):
+    "Candidates whose changes differ by class; the same changes on seen and on unseen classes."
+    rng = np.random.default_rng(seed)
+    classes = np.repeat(np.arange(20), 15)
+    values = rng.normal(scale=0.1, size=(20, n_candidates))[classes] + rng.normal(scale=0.2, size=(300, n_candidates))
+    return {(f"c{j}", 1.0): (values[:, j], values[:, j]) for j in range(n_candidates)}, (classes, classes)
+
+
+def test_simultaneous_bound_of_one_candidate_is_its_bound():
+    table = score_candidates(*random_changes(1), max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0))
+    assert table.unseen_bound_simultaneous[1] == pytest.approx(table.unseen_bound[1])
+
+
+def test_simultaneous_bounds_cover_all_candidates_at_once():
+    "A share `confidence` of the bootstrap means lies above the bounds of all candidates; fewer above the others."
+    changes, (classes, _) = random_changes(6)
+    rng = np.random.default_rng(0)
+    columns = np.stack([c[1] for c in changes.values()], 1)
+    cluster_bootstrap(columns, classes, rng, n_boot=1000)  # the draws of the seen changes come first
+    draws = 100 * cluster_bootstrap(columns, classes, rng, n_boot=1000)
+    table = score_candidates(
+        changes, (classes, classes), max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0)
+    ).iloc[1:]
+    all_above = [
+        (draws >= table[c].to_numpy() - 1e-9).all(1).mean() for c in ("unseen_bound_simultaneous", "unseen_bound")
     ]
-    assert bound[0] > bound[1] > bound[2]
+    assert all_above[0] == pytest.approx(0.9, abs=0.002) and all_above[1] < 0.8
+    assert (table.unseen_bound_simultaneous < table.unseen_bound).all()
 
 
-def test_a_loss_beyond_the_budget_is_refused_and_a_budget_accepts_it():
-    "EGA's triplets on clouds without shared scatter cost pseudo-unseen rows."
+def test_candidate_without_spread_has_a_finite_simultaneous_bound():
+    classes = np.repeat(np.arange(10), 4)
+    changes = {("same", 1.0): (np.full(40, 0.5), np.zeros(40))}
+    table = score_candidates(
+        changes, (classes, classes), max_unseen_loss=1.0, confidence=0.95, rng=np.random.default_rng(0)
+    )
+    assert table.unseen_bound_simultaneous[1] == 0
+
+
+def test_loss_beyond_the_limit_fails_and_a_larger_limit_accepts_it():
+    "LDA on clouds without shared scatter costs held-out classes."
     x, y = world(3, shared=False)
-    worse = replace(
+    config = replace(
         resolve_candidate("wccn").config, adapter=replace(METHODS["wccn"].adapter, init_transform="lda", shrinkage=0.1)
     )
-    strict = select_adapter(x, y, [("lda", worse)], max_unseen_loss=0.0, strengths=(1.0,))
-    assert strict.frozen and "over the max_unseen_loss" in strict.table.reason[1]
-    assert (
-        not select_adapter(x, y, [("lda", worse)], max_unseen_loss=100.0, strengths=(1.0,)).frozen
-        or strict.table.seen_bound[1] <= 0
-    )
+    strict = select_adapter(x, y, [("lda", config)], max_unseen_loss=0.0, strengths=(1.0,))
+    assert strict.frozen and "more than max_unseen_loss=0" in strict.table.reason[1]
+    loose = select_adapter(x, y, [("lda", config)], max_unseen_loss=100.0, strengths=(1.0,))
+    assert not loose.frozen or strict.table.seen_bound[1] <= 0
 
 
 @pytest.mark.parametrize("classes", [2, MIN_CLASSES - 1])
-def test_too_few_classes_are_frozen_and_say_so(classes, monkeypatch):
+def test_too_few_classes_select_frozen_and_train_nothing(classes, monkeypatch):
     monkeypatch.setattr(selection, "fit_adapter", lambda *a, **kw: pytest.fail("nothing may be trained"))
     s = select_adapter(*world(0, classes=classes))
-    assert s.frozen and s.strength == 0 and "too few" in s.reason and s.classes == classes
+    assert s.frozen and s.strength == 0 and "too few" in s.reason and s.n_classes == classes
+    assert s.cv_results == {} and not len(s.table)
 
 
-def test_unlabelled_rows_change_nothing(chosen):
+def test_unlabelled_rows_change_nothing(selected):
     x, y = world(0)
     far = normalize(np.random.default_rng(9).normal(size=(30, 12)))
     s = select_adapter(np.vstack([x, far]), np.r_[y, np.full(30, -1)], ("wccn", "whitened_nca"))
-    assert s.table.drop(columns="seconds").equals(chosen.table.drop(columns="seconds"))
+    assert without_times(s.table).equals(without_times(selected.table))
 
 
-def test_a_seed_is_a_table_and_another_seed_another():
+def test_same_seed_gives_the_same_table_and_another_seed_another():
     x, y = world(1)
-    a, b, c = (select_adapter(x, y, ("wccn",), random_state=s).table.drop(columns="seconds") for s in (0, 0, 1))
+    a, b, c = (without_times(select_adapter(x, y, ("wccn",), random_state=s).table) for s in (0, 0, 1))
     assert a.equals(b) and not a.equals(c)
 
 
-def test_a_limit_thins_every_class(monkeypatch):
+def test_max_rows_thins_every_class(monkeypatch):
     x, y = world(0, n=40)
-    seen = []
-    monkeypatch.setattr(selection, "fit_adapter", lambda c, x, y, **kw: seen.append(y) or fit_adapter(c, x, y, **kw))
-    select_adapter(x, y, ("wccn",), max_rows=240)
-    assert (
-        all(150 <= len(s) + 45 + 60 <= 300 and np.bincount(s)[np.unique(s)].min() >= 10 for s in seen)
-        and len(seen) == 4
+    fitted_on = []
+    monkeypatch.setattr(
+        selection, "fit_adapter", lambda config, x, y, **kw: fitted_on.append(y) or fit_adapter(config, x, y, **kw)
     )
+    select_adapter(x, y, ("wccn",), max_rows=240)
+    assert len(fitted_on) == 4
+    for labels in fitted_on:  # 240 rows less about 45 queries and 60 held out
+        assert 150 <= len(labels) + 45 + 60 <= 300 and np.bincount(labels)[np.unique(labels)].min() >= 10
 
 
-def test_hostile_arguments_are_named():
+def test_cv_results_repeat_the_table_by_fold(selected):
+    table, results = selected.table, selected.cv_results
+    assert all(len(values) == len(table) for values in results.values())
+    assert results["params"] == [{"method": m, "strength": s} for m, s in zip(table.method, table.strength)]
+    for part in ("seen", "unseen"):
+        assert np.array_equal(results[f"mean_{part}_change"], table[part])
+        assert np.array_equal(results[f"{part}_change_bound"], table[f"{part}_bound"])
+        splits = np.stack([results[f"split{i}_{part}_change"] for i in range(4)])
+        assert (splits.min(0) <= table[part] + 1e-9).all() and (table[part] <= splits.max(0) + 1e-9).all()
     x, y = world(0)
+    fold = leave_classes_out(y, spawn_rngs(0).split, n_folds=4)[2]
+    seen, unseen = compare_on_fold(x, y, fold, [resolve_candidate("wccn")], strengths=(0.5,)).changes["wccn", 0.5]
+    row = results["params"].index({"method": "wccn", "strength": 0.5})
+    assert results["split2_seen_change"][row] == pytest.approx(100 * seen.mean())
+    assert results["split2_unseen_change"][row] == pytest.approx(100 * unseen.mean())
+    assert results["mean_fit_time"][0] == 0 and (results["mean_fit_time"][1:] > 0).all()
+
+
+def test_rank_one_is_the_selected_row(selected):
+    for s in (selected, select_adapter(*world(0, shared=False), max_unseen_loss=0.0)):
+        rank = s.cv_results["rank"]
+        assert sorted(rank) == list(range(1, len(s.table) + 1))
+        assert s.cv_results["params"][int(np.argmin(rank))] == {"method": s.method, "strength": s.strength}
+        passed = s.cv_results["safety_check"] == "pass"
+        assert passed.all() or rank[passed].max() < rank[~passed].min()
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2, -1])
+def test_parallel_folds_give_the_same_selection(n_jobs):
+    "Every integer: one thread a fold. LP@1 of these rows does not depend on the threads, so None agrees as well."
+    x, y = world(1)
+    one, many = (select_adapter(x, y, ("wccn", "whitened_nca"), n_jobs=n) for n in (None, n_jobs))
+    assert without_times(one.table).equals(without_times(many.table)) and one.reason == many.reason
+
+
+def test_workers_use_one_thread_and_the_caller_keeps_its_own(monkeypatch):
+    before, threads = torch.get_num_threads(), []
+    monkeypatch.setattr(
+        selection, "fit_adapter", lambda *a, **kw: threads.append(torch.get_num_threads()) or fit_adapter(*a, **kw)
+    )
+    try:
+        torch.set_num_threads(2)
+        select_adapter(*world(1), ("wccn",), n_jobs=1)
+        assert threads == [1] * 4 and torch.get_num_threads() == 2
+        with joblib.parallel_config("threading", n_jobs=2):  # as a search over grids sets it
+            select_adapter(*world(1), ("wccn",))
+        assert threads == [1] * 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_configuration_of_another_type_becomes_a_methodconfig():
+    from ega.experiments.runs import build_config
+
+    run = build_config("unseen", "cub100", "wccn", seed=3)
+    assert resolve_candidate(("mine", run)).config == resolve_candidate("wccn", random_state=3).config
+
+
+def test_arguments_out_of_range_are_named():
+    x, y = world(0)
+    own = resolve_candidate("wccn").config
     for bad, words in (
         (dict(max_unseen_loss=-1), "max_unseen_loss"),
         (dict(max_unseen_loss=float("nan")), "max_unseen_loss"),
         (dict(confidence=1.0), "confidence"),
-        (dict(folds=1), "folds"),
+        (dict(n_folds=1), "n_folds"),
+        (dict(n_folds=2.5), "n_folds must be an integer"),
+        (dict(n_jobs=0), "n_jobs"),
+        (dict(n_jobs=1.5), "n_jobs"),
         (dict(candidates=["x"]), "method must be"),
-        (dict(candidates=[("a", 1)]), "RunConfig"),
+        (dict(candidates=[("a", 1)]), "MethodConfig"),
         (dict(candidates=[3]), "candidate"),
         (dict(candidates="wccn"), r"write \('wccn',\)"),
+        (dict(candidates=["wccn", ("wccn", own)]), "distinct names"),
+        (dict(candidates=[("frozen", own)]), "distinct names"),
         (dict(strengths=()), "strengths must be"),
         (dict(strengths=0.5), "strengths must be"),
         (dict(strengths=(0.5, 2.0)), "strengths must be"),
-        (dict(folds=2.5), "folds must be an integer"),
     ):
         with pytest.raises(InputError, match=words):
             select_adapter(x, y, **bad)

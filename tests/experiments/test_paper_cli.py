@@ -1,0 +1,124 @@
+"The command `ega-paper`: exit codes, messages, and stored runs that are made again."
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_runs import make_packs
+
+from ega.arrays import InputError
+from ega.experiments import cli
+from ega.experiments.grids import ResultStore
+from ega.experiments.runs import build_config, run_experiment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    "A small repository: packs, and results of three cheap runs."
+    root = tmp_path_factory.mktemp("clone")
+    (root / "nbs").mkdir()
+    make_packs(root / "data/packs")
+    store = ResultStore(root / "data/results", "unseen")
+    for method in ("frozen", "wccn", "supcon"):
+        config = build_config("unseen", "cub100", method, hidden=16, epochs=2)
+        store.add(run_experiment(config, root / "data/packs", device="cpu"))
+    store.seal()
+    return root
+
+
+def run(*args, cwd=None):
+    "The command in a process of its own."
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    code = "import sys; from ega.experiments.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", [(), ("reproduce",), ("rerun",), ("bench",)])
+def test_help_fits_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    text = capsys.readouterr().out
+    usage, explanation = text.split("\n\n", 1)  # argparse never breaks a group of exclusive options in the usage
+    assert usage.startswith("usage: ega-paper") and max(map(len, explanation.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("args", [("reproduce",), ("rerun", "ffff")])
+def test_outside_of_a_clone_is_bad_input(tmp_path, args):
+    done = run(*args, cwd=tmp_path)
+    assert done.returncode == 2 and "clone" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_unknown_arguments_give_exit_code_2():
+    assert run("reproduce", "--profile", "huge").returncode == 2 and run().returncode == 2
+
+
+def test_rerun_gives_the_stored_digits(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    run_id = ResultStore("data/results", "unseen").read().query("method == 'supcon'").run_id.iloc[0]
+    assert cli.main(["rerun", run_id[:8]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("first neighbours changed 0") == 2 and '"method": "supcon"' in out
+
+
+def test_rerun_fails_at_other_digits(root, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(root)
+    frame = ResultStore("data/results", "unseen").read()
+    changed = frame.assign(lp_at_1=frame.lp_at_1 - 1e-4)
+    ResultStore(tmp_path, "unseen").write(changed)
+    assert cli.main(["rerun", frame.run_id[0], "--results", str(tmp_path)]) == 1
+    assert "differs by 0.01 points" in capsys.readouterr().err
+    ResultStore(tmp_path, "unseen").write(changed.assign(machine="another"))
+    assert cli.main(["rerun", frame.run_id[0], "--results", str(tmp_path)]) == 0
+    assert cli.main(["rerun", "zz", "--results", str(tmp_path)]) == 2
+
+
+def test_find_repository_from_a_folder_inside_and_outside(root, tmp_path):
+    assert cli.find_repository(root / "data" / "packs") == root
+    with pytest.raises(InputError, match="clone"):
+        cli.find_repository(tmp_path)
+
+
+def test_headline_compares_new_digits_with_committed_ones(root, tmp_path):
+    frame = ResultStore(root / "data/results", "unseen").read()
+    changed = np.where(frame.method == "wccn", frame.lp_at_1 + 0.01, frame.lp_at_1)
+    ResultStore(tmp_path, "unseen").write(frame.assign(lp_at_1=changed))
+    text = cli.headline(tmp_path, root / "data/results")
+    assert "2 of 3 runs" in text and "1.00 points" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_experiment_outside_of_the_profile_is_named(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    assert cli.main(["reproduce", "--experiments", "rivals"]) == 2
+    assert "quick has no experiment rivals" in capsys.readouterr().err
+    assert cli.main(["reproduce", "--profile", "full", "--experiments", "nothing"]) == 2
+    assert "it has unseen, in_distribution" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [("--epochs", "3"), ("--dry-run",), ("--packs", "x")])
+def test_options_of_a_protocol_need_one(root, monkeypatch, capsys, args):
+    monkeypatch.chdir(root)
+    assert cli.main(["reproduce", *args]) == 2
+    message = capsys.readouterr().err
+    assert args[0] in message and "--protocol" in message
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", "--profile", "full", "--protocol", "paper"])
+
+
+@pytest.mark.parametrize("experiment, rows", [("index", 64), ("margins", 1)])
+def test_rerun_takes_runs_of_every_task(experiment, rows, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    path = REPOSITORY / f"data/results/{experiment}.parquet"
+    runs = pd.read_parquet(path, columns=["run_id", "method", "benchmark"])
+    frozen = runs.query("method == 'frozen' and benchmark == 'grocery'")
+    assert cli.main(["rerun", frozen.run_id.iloc[0]]) == 0
+    assert f"{rows} of {rows} rows equal" in capsys.readouterr().out
