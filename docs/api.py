@@ -108,6 +108,8 @@ def modules(
     return {group: kept for group, of in rows.items() if (kept := [row for row in of if row[0]])}
 
 
+NOT_INHERITED = "object, tuple, dict, Exception, Module, Function, BaseEstimator, TransformerMixin, ClassNamePrefixFeaturesOutMixin"
+
 TASKS = {
     "Make and store embeddings": (
         "embed.embed",
@@ -164,7 +166,7 @@ def write(
         ]
         for m, _, title, path in of:
             pages[f"{m}.md"] = (
-                f"# ega.{m}\n\nExplained and tested in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n```\n"
+                f"# ega.{m}\n\nExplained and tested in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n   :inherited-members: {NOT_INHERITED}\n```\n"
             )
     modules_there = (f.relative_to(root / "ega").with_suffix("") for f in (root / "ega").rglob("[a-z]*.py"))
     if missing := {f"{'.'.join(m.parts)}.md" for m in modules_there} - set(pages):

@@ -1,4 +1,4 @@
-"""The form of the notebooks: what a reader may rely on in each of them."""
+"""The form of the notebooks: first cells, size, docstrings, outputs."""
 
 import ast
 import io
@@ -49,8 +49,19 @@ def is_explained(
     return bool(args) and all(a.lineno in commented for a in args if a.arg != "self")
 
 
+def code_lines(source):
+    "Number of lines of a cell that are neither empty, nor a comment, nor part of a docstring."
+    tree = ast.parse(source)
+    documented = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(n)]
+    docstrings = {line for n in documented for line in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in docstrings for number, line in lines
+    )
+
+
 def start(cells):
-    "Must begin with `#| default_exp` or a title, and claim something that could be false."
+    "Must begin with `#| default_exp` or a title, and have a description."
     kind, first, _ = cells[0]
     if not (re.match(r"#\|\s*default_exp [\w.]+", first) if kind == "code" else first.startswith("# ")):
         yield "begin with `#| default_exp name` or with a title `# ...`"
@@ -58,18 +69,18 @@ def start(cells):
     if not re.search(r"^# \S", head, re.M):
         yield "put the title `# ...` into the first cells"
     if not re.search(r"^> \S", head, re.M):
-        yield "put the claim below the title, in a line that begins with `> `"
+        yield "put the description below the title, in a line that begins with `> `"
 
 
 def size(cells):
-    "Must fit into one sitting."
+    "Must not be too long."
     if len(cells) > CELLS:
         yield f"{len(cells)} cells; at most {CELLS}: split the idea in two"
     for source in exported(cells):
-        n = sum(bool(line.strip()) and not line.strip().startswith("#") for line in source.splitlines())
+        n = code_lines(source)
         name = next((d.name for d in definitions(source)), source.splitlines()[1:2])
         if n > LINES:
-            yield f"the exported cell of {name} has {n} lines that are no comments; at most {LINES}: divide it"
+            yield f"the exported cell of {name} has {n} lines of code; at most {LINES}: divide it"
 
 
 def explanation(cells):
@@ -110,9 +121,9 @@ HEAD = [("code", "#| default_exp x", []), ("markdown", "# X\n\n> Rows are rows."
 long = '#| export\ndef f(x):\n    "Long."\n' + "    x += 1\n" * LINES
 offenders = {
     "a plain cell first": (start, [("code", "import torch", []), *HEAD], "begin with"),
-    "no title": (start, [("code", "#| default_exp x", []), ("markdown", "> Claim.", [])], "title"),
-    "no claim": (start, [("markdown", "# X\n\nIt is about x.", [])], "claim"),
-    "long cell": (size, [*HEAD, ("code", long, [])], "exported cell of f has 62 lines"),
+    "no title": (start, [("code", "#| default_exp x", []), ("markdown", "> Description.", [])], "title"),
+    "no description": (start, [("markdown", "# X\n\nIt is about x.", [])], "description"),
+    "long cell": (size, [*HEAD, ("code", long, [])], "exported cell of f has 61 lines"),
     "too many cells": (size, HEAD * 36, "72 cells"),
     "silent function": (explanation, [*HEAD, ("code", "#| export\ndef f(x): return x", [])], "f has neither"),
     "half docments": (
