@@ -1,5 +1,6 @@
-"The door of the library under every kind of array, good and bad; streams; interruptions."
+"Validation of arrays and labels, random generators, devices, deferred Ctrl-C and the example point sets."
 
+import doctest
 import signal
 import threading
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import ega.arrays
 from ega.arrays import (
     RNG_NAMES,
     InputError,
@@ -31,7 +33,7 @@ REAL = st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)
 
 
 @given(hnp.arrays(np.float32, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=REAL))
-def test_normalize_gives_unit_rows_of_the_same_direction_or_names_the_zero_rows(a):
+def test_normalize_keeps_directions_or_reports_zero_rows(a):
     zero = np.flatnonzero((a == 0).all(1))
     if len(zero):
         with pytest.raises(InputError, match=f"{len(zero)} rows of norm 0, first row {zero[0]}"):
@@ -45,12 +47,12 @@ def test_normalize_gives_unit_rows_of_the_same_direction_or_names_the_zero_rows(
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e20, 1e37])
-def test_normalize_survives_the_ends_of_float32(scale):
+def test_normalize_near_the_limits_of_float32(scale):
     a = np.random.default_rng(0).normal(size=(4, 6))
     assert np.allclose(normalize((a * scale).astype(np.float32)), normalize(a), atol=1e-5)
 
 
-def test_every_container_is_one_thing(tmp_path):
+def test_check_embeddings_accepts_every_container(tmp_path):
     a = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     np.save(tmp_path / "a.npy", a)
     same = [
@@ -71,13 +73,13 @@ def test_every_container_is_one_thing(tmp_path):
     for b in (a.astype(np.float16), torch.tensor(a).bfloat16()):
         assert np.allclose(check_embeddings(b), a, atol=0.02)
     assert np.array_equal(check_embeddings(np.arange(6).reshape(2, 3)), np.arange(6, dtype=np.float32).reshape(2, 3))
-    assert (
-        check_embeddings(a) is a and check_embeddings(np.load(tmp_path / "a.npy", mmap_mode="r")).base is not None
-    )  # no copy
+    # float32 C-contiguous input is not copied
+    assert check_embeddings(a) is a
+    assert check_embeddings(np.load(tmp_path / "a.npy", mmap_mode="r")).base is not None
 
 
 @pytest.mark.parametrize(
-    "bad,words",
+    "bad,message",
     [
         (np.ones(3), r"shape \(n, d\), got \(3,\)"),
         (np.ones((2, 2, 2)), "flatten"),
@@ -96,17 +98,17 @@ def test_every_container_is_one_thing(tmp_path):
         (3.5, "shape"),
     ],
 )
-def test_bad_rows_are_refused_with_the_reason(bad, words):
-    with pytest.raises(InputError, match=words):
+def test_check_embeddings_rejects_bad_input(bad, message):
+    with pytest.raises(InputError, match=message):
         check_embeddings(bad)
 
 
-def test_the_required_dimension_is_checked():
+def test_check_embeddings_checks_dim():
     with pytest.raises(InputError, match="xq must have 3 columns, got 2"):
         check_embeddings(np.ones((1, 2)), "xq", dim=3)
 
 
-def test_check_unit_prints_the_offence_and_lets_half_precision_pass():
+def test_check_unit_norm_reports_deviation_and_accepts_float16():
     x = normalize(np.random.default_rng(0).normal(size=(9, 64)))
     assert check_unit_norm(x) is x and len(check_unit_norm(x.astype(np.float16).astype(np.float32)))
     with pytest.raises(InputError, match="norm - 1| = 0.5"):
@@ -116,14 +118,14 @@ def test_check_unit_prints_the_offence_and_lets_half_precision_pass():
 
 
 @given(st.lists(st.integers(-1, 50), max_size=40))
-def test_labels_pass_through_every_container(some):
+def test_check_labels_accepts_every_container(some):
     y = [*some, 0]  # at least one label
     for a in (y, np.array(y), np.array(y, np.int8), np.array(y, float), torch.tensor(y)):
         assert check_labels(a).tolist() == y and check_labels(a).dtype == np.int64
 
 
 @pytest.mark.parametrize(
-    "bad,kw,words",
+    "bad,kwargs,message",
     [
         ([[0]], {}, "shape"),
         ([0, 1], {"n": 3}, "3 rows, 2 labels"),
@@ -137,32 +139,30 @@ def test_labels_pass_through_every_container(some):
         ([True, False], {}, "integer"),
     ],
 )
-def test_bad_labels_are_refused_with_the_reason(bad, kw, words):
-    with pytest.raises(InputError, match=words):
-        check_labels(bad, **kw)
+def test_check_labels_rejects_bad_input(bad, kwargs, message):
+    with pytest.raises(InputError, match=message):
+        check_labels(bad, **kwargs)
 
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=3)), min_size=1))
-def test_encoded_labels_decode(names):
+def test_encode_labels_round_trip(names):
     y, classes = encode_labels(names)
-    assert [classes[i] if i >= 0 else "" for i in y] == [n or "" for n in names] and list(classes) == sorted(
-        set(classes)
-    )
+    assert [classes[i] if i >= 0 else "" for i in y] == [name or "" for name in names]
+    assert list(classes) == sorted(set(classes))
 
 
 @given(st.lists(st.integers(-1, 4)))
-def test_class_rows_are_those_a_loop_finds(y):
-    assert [rows.tolist() for rows in rows_by_class(y)] == [
-        [i for i, c in enumerate(y) if c == k] for k in sorted(set(y) - {-1})
-    ]
+def test_rows_by_class_against_a_loop(y):
+    expected = [[i for i, label in enumerate(y) if label == c] for c in sorted(set(y) - {-1})]
+    assert [rows.tolist() for rows in rows_by_class(y)] == expected
 
 
-def test_streams_are_named_independent_and_repeatable():
-    first = {n: getattr(spawn_rngs(3), n).integers(2**62, size=4).tolist() for n in RNG_NAMES}
-    assert len({tuple(v) for v in first.values()}) == len(RNG_NAMES)
-    s = spawn_rngs(3)
-    for n in reversed(RNG_NAMES):
-        assert getattr(s, n).integers(2**62, size=4).tolist() == first[n]  # order of use does not matter
+def test_spawn_rngs_are_independent_and_repeatable():
+    first = {name: getattr(spawn_rngs(3), name).integers(2**62, size=4).tolist() for name in RNG_NAMES}
+    assert len({tuple(draws) for draws in first.values()}) == len(RNG_NAMES)
+    rngs = spawn_rngs(3)
+    for name in reversed(RNG_NAMES):  # the order of use does not matter
+        assert getattr(rngs, name).integers(2**62, size=4).tolist() == first[name]
     assert spawn_rngs(4).init.random() != spawn_rngs(3).init.random()
     assert torch.equal(
         torch.rand(3, generator=torch_generator(spawn_rngs(3).init)),
@@ -171,12 +171,12 @@ def test_streams_are_named_independent_and_repeatable():
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
-def test_a_seed_is_an_integer(seed):
+def test_spawn_rngs_rejects_bad_seeds(seed):
     with pytest.raises(InputError, match="seed"):
         spawn_rngs(seed)
 
 
-def test_devices():
+def test_pick_device():
     assert pick_device("cpu").type == "cpu" and pick_device().type in ("cpu", "cuda")
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="no CUDA"):
@@ -184,41 +184,41 @@ def test_devices():
 
 
 @pytest.fixture
-def heard():
-    "What an earlier handler of ctrl-c is told, which is there again afterwards."
-    told = []
+def received():
+    "Signals received by a handler of Ctrl-C installed for the test; it must be installed again at the end."
+    received = []
 
     def handler(*args):
-        told.append(args[0])
+        received.append(args[0])
 
     before = signal.signal(signal.SIGINT, handler)
-    yield told
+    yield received
     assert signal.getsignal(signal.SIGINT) is handler
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interruption_waits_for_a_step_or_the_end(heard):
-    with defer_sigint() as take:
-        take()
-        assert not heard
+def test_sigint_is_deferred_to_the_next_call_or_the_end(received):
+    with defer_sigint() as handle_pending:
+        handle_pending()
+        assert not received
         signal.raise_signal(signal.SIGINT)
-        assert not heard
-        take()
-        take()
-        assert heard == [signal.SIGINT]
-        with defer_sigint() as inner:
+        assert not received
+        handle_pending()
+        handle_pending()
+        assert received == [signal.SIGINT]
+        with defer_sigint() as handle_in_inner_block:
             signal.raise_signal(signal.SIGINT)
-            inner()
-            assert len(heard) == 1  # the outer one decides
-        assert len(heard) == 1
-    assert len(heard) == 2
+            handle_in_inner_block()
+            assert len(received) == 1  # still deferred by the outer block
+        assert len(received) == 1
+    assert len(received) == 2
     with pytest.raises(ZeroDivisionError), defer_sigint():
         signal.raise_signal(signal.SIGINT)
         1 / 0
-    assert len(heard) == 3
+    assert len(received) == 3
 
 
-def test_an_interruption_is_not_lost_with_an_error():
+def test_sigint_is_raised_after_an_error_in_the_block():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt) as raised, defer_sigint():
@@ -229,25 +229,25 @@ def test_an_interruption_is_not_lost_with_an_error():
         signal.signal(signal.SIGINT, before)
 
 
-def test_where_interruptions_do_not_come_nothing_is_changed(heard):
+def test_defer_sigint_changes_nothing_in_other_threads_or_without_a_handler(received):
     def work():
-        with defer_sigint() as take:
-            take()
-            seen.append(signal.getsignal(signal.SIGINT))
+        with defer_sigint() as handle_pending:
+            handle_pending()
+            handlers.append(signal.getsignal(signal.SIGINT))
 
-    seen = []
+    handlers = []
     other = threading.Thread(target=work)
     other.start()
     other.join()
-    mine = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         work()
     finally:
-        signal.signal(signal.SIGINT, mine)
-    assert seen == [mine, signal.SIG_IGN]
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [before, signal.SIG_IGN]
 
 
-def test_a_missing_package_names_its_extra_and_a_broken_one_speaks_for_itself(tmp_path, monkeypatch):
+def test_import_optional_names_the_extra_and_passes_on_other_import_errors(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'ega\[encoders\]'"):
         import_optional("no_such_package.part", "encoders")
     (tmp_path / "broken_package.py").write_text("import another_missing_thing")
@@ -256,10 +256,9 @@ def test_a_missing_package_names_its_extra_and_a_broken_one_speaks_for_itself(tm
         import_optional("broken_package", "encoders")
 
 
-def test_fixtures_are_what_the_table_says():
-    assert np.allclose(circle_points(60), [[0.5, 3**0.5 / 2]]) and np.allclose(
-        simplex_vertices(3) @ simplex_vertices(3).T, np.where(np.eye(3), 1, -0.5)
-    )
+def test_example_point_sets():
+    assert np.allclose(circle_points(60), [[0.5, 3**0.5 / 2]])
+    assert np.allclose(simplex_vertices(3) @ simplex_vertices(3).T, np.where(np.eye(3), 1, -0.5))
     assert {k: (v.z.shape, v.y.tolist()) for k, v in EXAMPLES.items()} == {
         "A": ((4, 2), [0, 0, 1, 1]),
         "D": ((5, 2), [0, 0, 1, 1, 2]),
@@ -267,3 +266,8 @@ def test_fixtures_are_what_the_table_says():
         "E": ((12, 4), [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3),
         "P": ((2, 2), [0, 1]),
     }
+
+
+def test_docstring_examples():
+    result = doctest.testmod(ega.arrays)
+    assert result.attempted and not result.failed

@@ -1,5 +1,6 @@
-"Packs: round trips and every corrupt form. Splits: disjoint, exhaustive, counts within one."
+"Packs: round trips and damaged files. Splits: disjoint, exhaustive, part sizes within one row of the expected ones."
 
+import doctest
 import json
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ega.packs
 from ega.arrays import InputError, normalize, spawn_rngs
 from ega.packs import (
     PACK_DTYPES,
     EmbeddingSet,
     Split,
     dequantize,
-    load_split,
     pack_path,
     quantize,
     read_pack,
@@ -31,7 +32,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def make(n=40, d=12, seed=0):
-    "A small set with unlabelled rows, three splits and names that need UTF-8."
+    "Return a small set with unlabelled rows, three splits and ids that need UTF-8."
     rng = np.random.default_rng(seed)
     y = rng.integers(-1, 4, n)
     return EmbeddingSet(
@@ -45,7 +46,7 @@ def make(n=40, d=12, seed=0):
 
 
 def same(a, b):
-    "Whether two sets agree in everything a reader can see."
+    "Whether two sets have equal fields."
     return (
         np.array_equal(a.x, b.x)
         and np.array_equal(a.y, b.y)
@@ -64,7 +65,7 @@ def pack(tmp_path_factory):
 # -- packs -------------------------------------------------------------------------------------------------
 
 
-def test_all_unlabelled(tmp_path):
+def test_round_trip_without_labels(tmp_path):
     es = EmbeddingSet(np.eye(3, dtype="f4"), [-1] * 3, meta={"set": "s", "encoder": "e"})
     back = read_pack(write_pack(es, tmp_path / "p.parquet"))
     assert back.classes == () and back.y.tolist() == [-1] * 3 and back.ids.tolist() == ["0", "1", "2"]
@@ -76,22 +77,17 @@ def test_round_trip(tmp_path_factory, n, d, seed, dtype):
     es = make(n, d, seed)
     path = write_pack(es, tmp_path_factory.mktemp("t") / "p.parquet", dtype=dtype)
     back = read_pack(path)
-    # one rounding of at most half a step of 1/127 of the largest entry, |x| <= 1; float16 has 11 bits; then the norm is put right
+    # int8: one rounding by at most half of 1/127 of the largest entry, then a correction of the norm; float16: 11 bits
     atol = {"int8": 1 / 127, "float16": 2**-10, "float32": 0}[dtype]
-    assert np.abs(back.x - es.x).max() <= atol and np.abs(np.linalg.norm(back.x, axis=1) - 1).max() < 1e-6
-    assert (
-        (back.ids == es.ids).all()
-        and (back.y == es.y).all()
-        and (back.split == es.split).all()
-        and back.classes == es.classes
-    )
-    assert (
-        write_pack(back, path.with_name("again.parquet"), dtype=dtype).read_bytes() == path.read_bytes()
-        or dtype == "float16"
-    )
+    assert np.abs(back.x - es.x).max() <= atol
+    assert np.abs(np.linalg.norm(back.x, axis=1) - 1).max() < 1e-6
+    assert (back.ids == es.ids).all() and (back.y == es.y).all() and (back.split == es.split).all()
+    assert back.classes == es.classes
+    if dtype != "float16":
+        assert write_pack(back, path.with_name("again.parquet"), dtype=dtype).read_bytes() == path.read_bytes()
 
 
-def test_stored_float32_is_exact_and_every_type_is_idempotent():
+def test_quantize_float32_is_exact_and_every_dtype_is_idempotent():
     x = make(200, 33).x
     for dtype in PACK_DTYPES:
         once = dequantize(*quantize(x, dtype))
@@ -100,44 +96,43 @@ def test_stored_float32_is_exact_and_every_type_is_idempotent():
     assert np.array_equal(dequantize(*quantize(x, "float32")), x)
 
 
-@pytest.mark.parametrize("levels", [1, 95, 127])
-def test_int8_against_a_loop(levels):
+@pytest.mark.parametrize("max_code", [1, 95, 127])
+def test_quantize_int8_against_a_loop(max_code):
     x = make(5, 7).x
-    code, scale = quantize(x, levels=levels)
+    code, scale = quantize(x, max_code=max_code)
     for i in range(5):
         peak = max(abs(float(v)) for v in x[i])
-        c = [round(float(v) * levels / peak) for v in x[i]]
+        c = [round(float(v) * max_code / peak) for v in x[i]]
         assert code[i].tolist() == c and abs(scale[i] * sum(v * v for v in c) ** 0.5 - 1) < 1e-6
 
 
-@pytest.mark.parametrize("levels", [0, 128])
-def test_levels_outside_a_byte(levels):
+@pytest.mark.parametrize("max_code", [0, 128])
+def test_quantize_rejects_max_code_out_of_range(max_code):
     with pytest.raises(InputError, match="between 1 and 127"):
-        quantize(make().x, levels=levels)
+        quantize(make().x, max_code=max_code)
 
 
-def test_both_encodings_of_the_file_read_alike(tmp_path):
-    "Codes without a sign are stored by bytes, others through a dictionary: the rows must not know."
+def test_both_parquet_encodings_decode_to_the_same_rows(tmp_path):
+    "Codes are stored as a byte stream split if none is negative, else through a dictionary."
     es = make()
     positive = EmbeddingSet(np.abs(es.x), es.y, es.ids, es.split, es.classes, es.meta)
     for name, s in (("signed", es), ("positive", positive)):
         path = write_pack(s, tmp_path / f"{name}.parquet")
         encodings = pq.ParquetFile(path).metadata.row_group(0).column(4).encodings
-        assert ("BYTE_STREAM_SPLIT" in encodings) == (name == "positive") and np.array_equal(
-            read_pack(path).x, dequantize(*quantize(s.x))
-        )
+        assert ("BYTE_STREAM_SPLIT" in encodings) == (name == "positive")
+        assert np.array_equal(read_pack(path).x, dequantize(*quantize(s.x)))
 
 
-def test_a_foreign_pack_with_other_scales_still_gives_unit_rows(pack, tmp_path):
-    "The format promises x = code * scale, then unit rows: a writer may scale by the largest entry."
+def test_pack_of_another_writer_is_scaled_to_unit_rows(pack, tmp_path):
+    "Another writer may choose scales that do not give unit rows, for example the largest entry of each row."
     from ega.files import hash_arrays
-    from ega.packs import _rest_hash
+    from ega.packs import _hash_all_but_matrix
 
     es, table = read_pack(pack), pq.read_table(pack)
     scale = table["scale"].to_numpy() * np.float32(7)
     code = table["code"].combine_chunks().flatten().to_numpy().reshape(len(es), -1)
     meta = dict(es.meta) | {"sha256": hash_arrays(dequantize(code, scale))}
-    meta["sha256_rest"] = _rest_hash(es.ids.tolist(), es.y, es.split.tolist(), meta)
+    meta["sha256_rest"] = _hash_all_but_matrix(es.ids.tolist(), es.y, es.split.tolist(), meta)
     table = table.set_column(3, table.schema.field("scale"), pa.array(scale)).replace_schema_metadata(
         {"ega": json.dumps(meta)}
     )
@@ -145,23 +140,23 @@ def test_a_foreign_pack_with_other_scales_still_gives_unit_rows(pack, tmp_path):
     assert np.abs(read_pack(tmp_path / "foreign.parquet").x - es.x).max() < 1e-6
 
 
-def test_written_by_pandas_and_others_is_readable_by_them(pack):
+def test_pandas_reads_a_pack(pack):
     import pandas as pd
 
     frame = pd.read_parquet(pack)
     assert list(frame.columns) == ["id", "label", "split", "scale", "code"] and frame.code[0].dtype == np.int8
 
 
-def test_writing_is_atomic_and_deterministic(tmp_path, monkeypatch):
+def test_write_pack_is_atomic_and_deterministic(tmp_path, monkeypatch):
     path = write_pack(make(), tmp_path / "p.parquet")
     old = path.read_bytes()
 
-    def dies(table, where, **k):
+    def write_half_and_stop(table, where, **kwargs):
         Path(where).write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(pq, "write_table", dies)
+        m.setattr(pq, "write_table", write_half_and_stop)
         with pytest.raises(KeyboardInterrupt):
             write_pack(make(seed=1), path)
     assert path.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["p.parquet"]
@@ -170,7 +165,7 @@ def test_writing_is_atomic_and_deterministic(tmp_path, monkeypatch):
 
 @given(cut=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=60, deadline=None)
-def test_truncated_anywhere(pack, tmp_path_factory, cut):
+def test_truncated_pack_is_rejected(pack, tmp_path_factory, cut):
     raw = pack.read_bytes()
     bad = tmp_path_factory.mktemp("cut") / "bad.parquet"
     bad.write_bytes(raw[: int(cut * len(raw))])
@@ -181,7 +176,7 @@ def test_truncated_anywhere(pack, tmp_path_factory, cut):
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=250, deadline=None)
 def test_a_flipped_bit_is_refused_or_changes_nothing(pack, tmp_path_factory, where, bit):
-    "A bit that no reader looks at (an unused statistic, the writer's version) may flip; any other must be refused."
+    "Only bits that are never read (an unused statistic, the version of the writer) may flip without an error."
     raw = bytearray(pack.read_bytes())
     raw[int(where * len(raw))] ^= 1 << bit
     bad = tmp_path_factory.mktemp("flip") / "bad.parquet"
@@ -195,48 +190,64 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(pack, tmp_path_factory, whe
 
 
 def rewrite(pack, path, edit):
-    "A pack whose table went through `edit(table, meta)`."
+    "Write the pack with its table replaced by `edit(table, meta)`."
     table = pq.read_table(pack)
     pq.write_table(edit(table, json.loads(table.schema.metadata[b"ega"])), path)
     return path
 
 
-def put(t, name, values):
+def with_column(t, name, values):
     return t.set_column(
         t.schema.get_field_index(name), pa.field(name, values.type, nullable=values.null_count > 0), values
     )
 
 
-def describe(t, m):
+def with_metadata(t, m):
     return t.replace_schema_metadata({"ega": json.dumps(m)})
 
 
-def swap(t, a, b):
-    return put(put(t, a, t[b]), b, t[a])
+def with_columns_swapped(t, a, b):
+    return with_column(with_column(t, a, t[b]), b, t[a])
 
 
-DEFECTS = {
-    "swapped text columns": (lambda t, m: swap(t, "id", "split"), "the description counts"),
-    "swapped rows of text": (lambda t, m: put(t, "id", t["id"].take(pa.array(range(39, -1, -1)))), "sha256_rest"),
-    "swapped number columns": (lambda t, m: swap(t, "label", "scale"), "label is float, expected int32"),
+def without_key(key):
+    return lambda t, m: with_metadata(t, {k: v for k, v in m.items() if k != key})
+
+
+EDITS = {  # name: (edit of a table and its metadata, part of the message)
+    "swapped text columns": (lambda t, m: with_columns_swapped(t, "id", "split"), "the metadata counts"),
+    "swapped rows of text": (
+        lambda t, m: with_column(t, "id", t["id"].take(pa.array(range(39, -1, -1)))),
+        "sha256_rest",
+    ),
+    "swapped number columns": (
+        lambda t, m: with_columns_swapped(t, "label", "scale"),
+        "label is float, expected int32",
+    ),
     "renamed column": (
-        lambda t, m: describe(t.rename_columns(["id", "label", "split", "scale", "vector"]), m),
+        lambda t, m: with_metadata(t.rename_columns(["id", "label", "split", "scale", "vector"]), m),
         "code is missing",
     ),
-    "extra column": (lambda t, m: describe(t.append_column("more", t["id"]), m), "more is not expected"),
-    "wide labels": (lambda t, m: put(t, "label", t["label"].cast(pa.int64())), "label is int64, expected int32"),
-    "ragged codes": (lambda t, m: put(t, "code", pa.array(t["code"].to_pylist(), pa.list_(pa.int8()))), "code is list"),
+    "extra column": (lambda t, m: with_metadata(t.append_column("more", t["id"]), m), "more is not expected"),
+    "wide labels": (
+        lambda t, m: with_column(t, "label", t["label"].cast(pa.int64())),
+        "label is int64, expected int32",
+    ),
+    "ragged codes": (
+        lambda t, m: with_column(t, "code", pa.array(t["code"].to_pylist(), pa.list_(pa.int8()))),
+        "code is list",
+    ),
     "null id": (
-        lambda t, m: put(t, "id", pa.array([None] + t["id"].to_pylist()[1:], pa.string())),
+        lambda t, m: with_column(t, "id", pa.array([None] + t["id"].to_pylist()[1:], pa.string())),
         "id has missing values",
     ),
-    "label changed": (lambda t, m: put(t, "label", pa.array(np.roll(t["label"].to_numpy(), 1))), "sha256_rest"),
+    "label changed": (lambda t, m: with_column(t, "label", pa.array(np.roll(t["label"].to_numpy(), 1))), "sha256_rest"),
     "wide scale": (
-        lambda t, m: put(t, "scale", pa.array(t["scale"].to_numpy().astype("f8"))),
+        lambda t, m: with_column(t, "scale", pa.array(t["scale"].to_numpy().astype("f8"))),
         "scale is double, expected float",
     ),
     "scale changed a little": (
-        lambda t, m: put(t, "scale", pa.array(t["scale"].to_numpy() * np.float32(1.0001))),
+        lambda t, m: with_column(t, "scale", pa.array(t["scale"].to_numpy() * np.float32(1.0001))),
         "sha256 should be",
     ),
     "rows dropped": (lambda t, m: t.slice(3), "counts"),
@@ -244,50 +255,48 @@ DEFECTS = {
     "rows twice": (lambda t, m: pa.concat_tables([t, t]), "counts"),
     "no metadata": (lambda t, m: t.replace_schema_metadata(None), "schema key 'ega'"),
     "metadata not JSON": (lambda t, m: t.replace_schema_metadata({"ega": "{"}), "schema key 'ega'"),
-    "metadata a list": (lambda t, m: t.replace_schema_metadata({"ega": "[]"}), "description lacks"),
-    "wrong dim": (lambda t, m: describe(t, m | {"dim": 13}), "code is"),
-    "wrong dtype": (lambda t, m: describe(t, m | {"dtype": "float16"}), "code is"),
-    "no such dtype": (lambda t, m: describe(t, m | {"dtype": None}), "code is"),
-    "counts disagree": (lambda t, m: describe(t, m | {"counts": m["counts"] | {"labelled": 3}}), "counts"),
-    "class names swapped": (lambda t, m: describe(t, m | {"classes": m["classes"][::-1]}), "sha256_rest"),
-    "class names lost": (lambda t, m: describe(t, m | {"classes": []}), "sha256_rest"),
-    "licence edited": (lambda t, m: describe(t, m | {"licence": "mine"}), "sha256_rest"),
-    "hash edited": (lambda t, m: describe(t, m | {"sha256": "0" * 64}), "sha256 should be"),
-    **{
-        f"no {k}": ((lambda k: lambda t, m: describe(t, {a: b for a, b in m.items() if a != k}))(k), f"lacks {k}")
-        for k in ("set", "encoder", "preprocessing", "source", "licence", "notes", "dim", "counts", "classes", "sha256")
-    },
+    "metadata a list": (lambda t, m: t.replace_schema_metadata({"ega": "[]"}), "metadata lacks"),
+    "wrong dim": (lambda t, m: with_metadata(t, m | {"dim": 13}), "code is"),
+    "wrong dtype": (lambda t, m: with_metadata(t, m | {"dtype": "float16"}), "code is"),
+    "no such dtype": (lambda t, m: with_metadata(t, m | {"dtype": None}), "code is"),
+    "counts disagree": (lambda t, m: with_metadata(t, m | {"counts": m["counts"] | {"labelled": 3}}), "counts"),
+    "class names swapped": (lambda t, m: with_metadata(t, m | {"classes": m["classes"][::-1]}), "sha256_rest"),
+    "class names lost": (lambda t, m: with_metadata(t, m | {"classes": []}), "sha256_rest"),
+    "licence edited": (lambda t, m: with_metadata(t, m | {"licence": "mine"}), "sha256_rest"),
+    "hash edited": (lambda t, m: with_metadata(t, m | {"sha256": "0" * 64}), "sha256 should be"),
 }
+for key in ("set", "encoder", "preprocessing", "source", "licence", "notes", "dim", "counts", "classes", "sha256"):
+    EDITS[f"no {key}"] = (without_key(key), f"lacks {key}")
 
 
-@pytest.mark.parametrize("name", DEFECTS)
-def test_defect_is_named(pack, tmp_path, name):
-    edit, expected = DEFECTS[name]
+@pytest.mark.parametrize("name", EDITS)
+def test_defect_is_named_in_the_message(pack, tmp_path, name):
+    edit, expected = EDITS[name]
     with pytest.raises(InputError) as error:
         read_pack(rewrite(pack, tmp_path / "bad.parquet", edit))
     text = str(error.value)
     assert text.startswith(str(tmp_path / "bad.parquet")) and expected in text and ";" in text and "\n" not in text
 
 
-def test_text_that_is_not_utf8(pack, tmp_path):
+def test_invalid_utf8_is_rejected(pack, tmp_path):
     table = pq.read_table(pack)
     good = table["id"].combine_chunks()
     text = bytearray(good.buffers()[2].to_pybytes())
     text[0] = 0xFF
     bad = pa.Array.from_buffers(pa.string(), len(good), [None, good.buffers()[1], pa.py_buffer(bytes(text))])
-    pq.write_table(put(table, "id", bad), tmp_path / "bad.parquet")
+    pq.write_table(with_column(table, "id", bad), tmp_path / "bad.parquet")
     with pytest.raises(InputError, match="bad.parquet.*UTF8"):
         read_pack(tmp_path / "bad.parquet")
 
 
-def test_unverified_reading_still_checks_form(pack, tmp_path):
-    bad = rewrite(pack, tmp_path / "bad.parquet", DEFECTS["licence edited"][0])
+def test_verify_false_skips_the_hashes_only(pack, tmp_path):
+    bad = rewrite(pack, tmp_path / "bad.parquet", EDITS["licence edited"][0])
     assert read_pack(bad, verify=False).meta["licence"] == "mine"
     with pytest.raises(InputError):
-        read_pack(rewrite(pack, bad, DEFECTS["wide labels"][0]), verify=False)
+        read_pack(rewrite(pack, bad, EDITS["wide labels"][0]), verify=False)
 
 
-def test_missing_file_folder_and_unnamed_set(tmp_path):
+def test_missing_file_folder_unnamed_set_and_bad_dtype(tmp_path):
     for path in (tmp_path / "none.parquet", tmp_path):
         with pytest.raises(InputError, match="no such pack"):
             read_pack(path)
@@ -298,17 +307,20 @@ def test_missing_file_folder_and_unnamed_set(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_docstring_examples():
+    result = doctest.testmod(ega.packs)
+    assert result.attempted and not result.failed
+
+
 def test_take_by_mask_slice_and_numbers():
     es = make()
-    assert (
-        same(es.take(es.y == 2), es.take(np.flatnonzero(es.y == 2)))
-        and es.take(slice(3, 5)).ids.tolist() == es.ids[3:5].tolist()
-    )
+    assert same(es.take(es.y == 2), es.take(np.flatnonzero(es.y == 2)))
+    assert es.take(slice(3, 5)).ids.tolist() == es.ids[3:5].tolist()
     with pytest.raises(InputError, match="empty"):
         es.take([])
 
 
-ENCODED = {
+COMMITTED = {  # rows, classes, labelled rows
     "tiny200": (10_000, 200, 10_000),
     "cifar10": (10_000, 10, 10_000),
     "cub100": (5902, 100, 5902),
@@ -318,25 +330,17 @@ ENCODED = {
 }
 
 
-@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("name", COMMITTED)
 def test_committed_pack(name):
     encoder = "all_minilm_l6_v2" if name == "clinc150" else "efficientnet_lite0"
     es = read_pack(pack_path(name, encoder, PACKS))
-    assert (es.n, len(es.classes), int((es.y >= 0).sum())) == ENCODED[name] and len(np.unique(es.y[es.y >= 0])) == len(
-        es.classes
-    )
-    assert es.dim == (384 if name == "clinc150" else 1280) and all(
-        es.meta[k] for k in ("source", "licence", "notes", "preprocessing")
-    )
+    assert (es.n, len(es.classes), int((es.y >= 0).sum())) == COMMITTED[name]
+    assert len(np.unique(es.y[es.y >= 0])) == len(es.classes)
+    assert es.dim == (384 if name == "clinc150" else 1280)
+    assert all(es.meta[key] for key in ("source", "licence", "notes", "preprocessing"))
     if name == "clinc150":
-        assert (es.y == -1).sum() == 1200 and [s for s in dict.fromkeys(es.split.tolist())] == [
-            "train",
-            "val",
-            "test",
-            "oos_train",
-            "oos_val",
-            "oos_test",
-        ]
+        assert (es.y == -1).sum() == 1200
+        assert list(dict.fromkeys(es.split.tolist())) == ["train", "val", "test", "oos_train", "oos_val", "oos_test"]
     if name == "grocery":
         assert es.meta["counts"]["splits"] == {"test": 2485, "train": 2640, "val": 296}
 
@@ -350,14 +354,14 @@ def test_committed_packs_are_small():
 
 @given(y=labels, seed=seeds, seen=st.floats(0.05, 0.95))
 @settings(max_examples=100, deadline=None)
-def test_class_split(y, seed, seen):
+def test_split_classes(y, seed, seen):
     found = np.unique(y[y >= 0])
     if len(found) < 2:
         with pytest.raises(InputError, match="at least 2 classes"):
-            split_classes(y, np.random.default_rng(seed), seen=seen)
+            split_classes(y, np.random.default_rng(seed), seen_fraction=seen)
         return
-    a = split_classes(y, np.random.default_rng(seed), seen=seen)
-    b = split_classes(y, np.random.default_rng(seed), seen=seen)
+    a = split_classes(y, np.random.default_rng(seed), seen_fraction=seen)
+    b = split_classes(y, np.random.default_rng(seed), seen_fraction=seen)
     assert sorted([*a.seen, *a.unseen]) == found.tolist() and all(np.array_equal(p, q) for p, q in zip(a, b))
     assert len(a.seen) >= 1 and len(a.unseen) >= 1 and abs(len(a.seen) - seen * len(found)) <= 1
 
@@ -380,31 +384,33 @@ def test_row_split(y, seed, cut, stratify):
 
 
 def test_row_split_is_unbiased_for_tiny_classes():
-    "A class of one row lands in the small part with its probability; 4 standard errors of 4,000 draws."
-    got = np.mean([len(row_split([0], np.random.default_rng(i))[1]) for i in range(4000)])
-    assert abs(got - 0.25) < 4 * (0.25 * 0.75 / 4000) ** 0.5
+    "A class of one row falls into the smaller part with probability 1/4, within 4 standard errors of 4,000 draws."
+    share = np.mean([len(row_split([0], np.random.default_rng(i))[1]) for i in range(4000)])
+    assert abs(share - 0.25) < 4 * (0.25 * 0.75 / 4000) ** 0.5
 
 
-def test_split_depends_on_its_stream_alone():
-    s, t = spawn_rngs(5), spawn_rngs(5)
-    t.order.random(10)
+def test_row_split_depends_on_its_generator_only():
+    rngs, others = spawn_rngs(5), spawn_rngs(5)
+    others.order.random(10)
     y = np.repeat(np.arange(9), 7)
-    assert all(np.array_equal(a, b) for a, b in zip(row_split(y, s.split), row_split(y, t.split)))
+    assert all(np.array_equal(a, b) for a, b in zip(row_split(y, rngs.split), row_split(y, others.split)))
     assert not np.array_equal(row_split(y, spawn_rngs(5).split)[0], row_split(y, spawn_rngs(6).split)[0])
 
 
 @pytest.mark.parametrize("fractions", [(0.5, 0.4), (1.2, -0.2), (0.5, 0.6)])
-def test_bad_fractions(fractions):
+def test_row_split_rejects_bad_fractions(fractions):
     with pytest.raises(InputError, match="add up to 1"):
         row_split([0, 1], spawn_rngs(0).split, fractions=fractions)
 
 
-def drawn(seed=0, y=np.repeat(np.arange(10), 12)):
-    s = spawn_rngs(seed).split
-    c = split_classes(y, s)
-    seen, unseen = np.flatnonzero(np.isin(y, c.seen)), np.flatnonzero(np.isin(y, c.unseen))
-    fit, held = (seen[i] for i in row_split(y[seen], s))
-    return y, dict(fit=fit, seen_gallery=fit, seen_queries=held, unseen_gallery=unseen, unseen_queries=unseen)
+def random_split(seed=0):
+    "Return labels of 10 classes and the fields of a random valid `Split` of their rows."
+    y = np.repeat(np.arange(10), 12)
+    rng = spawn_rngs(seed).split
+    classes = split_classes(y, rng)
+    seen, unseen = np.flatnonzero(np.isin(y, classes.seen)), np.flatnonzero(np.isin(y, classes.unseen))
+    fit, held_out = (seen[rows] for rows in row_split(y[seen], rng))
+    return y, dict(fit=fit, seen_gallery=fit, seen_queries=held_out, unseen_gallery=unseen, unseen_queries=unseen)
 
 
 @given(
@@ -426,8 +432,8 @@ def drawn(seed=0, y=np.repeat(np.arange(10), 12)):
     pick=st.integers(0, 10**6),
 )
 @settings(max_examples=120, deadline=None)
-def test_check_finds_every_leak(seed, leak, pick):
-    y, rows = drawn(seed)
+def test_split_check_finds_every_leak(seed, leak, pick):
+    y, rows = random_split(seed)
     Split(**rows).check(y)
     one = lambda a: a[pick % len(a)]
     y = y.copy()
@@ -453,7 +459,7 @@ def test_check_finds_every_leak(seed, leak, pick):
         rows["seen_gallery"] = np.r_[rows["seen_gallery"], one(rows["seen_queries"])]
     if leak == "unseen overlap":
         rows["unseen_queries"] = rows["unseen_gallery"][:3]
-    said = {
+    expected = {
         "seen query": "fit and seen_queries share",
         "unseen gallery row": "fit and unseen_gallery share",
         "unseen query row": "fit and unseen_queries share",
@@ -465,12 +471,12 @@ def test_check_finds_every_leak(seed, leak, pick):
         "gallery": "seen_gallery and seen_queries",
         "unseen overlap": "unseen_gallery and unseen_queries",
     }
-    with pytest.raises(InputError, match=said[leak]):
+    with pytest.raises(InputError, match=expected[leak]):
         Split(**rows).check(y)
 
 
-def test_unseen_rows_of_another_set_may_have_the_same_numbers():
-    y, rows = drawn()
+def test_split_check_accepts_equal_row_numbers_of_another_set():
+    y, rows = random_split()
     rows |= dict(unseen_gallery=np.arange(30), unseen_queries=np.arange(30))
     Split(**rows).check(y, np.zeros(30, int))
     with pytest.raises(InputError, match="fit and unseen"):
@@ -479,13 +485,12 @@ def test_unseen_rows_of_another_set_may_have_the_same_numbers():
         Split(**rows).check(y, np.zeros(29, int))
 
 
-def test_split_file(tmp_path):
-    _, rows = drawn()
+def test_split_save_and_load(tmp_path):
+    _, rows = random_split()
     path = Split(**rows).save(tmp_path / "s.json")
-    assert all(
-        np.array_equal(getattr(load_split(path), k), v) and getattr(load_split(path), k).dtype == np.int64
-        for k, v in rows.items()
-    )
+    loaded = Split.load(path)
+    for name, expected in rows.items():
+        assert np.array_equal(getattr(loaded, name), expected) and getattr(loaded, name).dtype == np.int64
     for text in (
         "",
         "{",
@@ -496,6 +501,6 @@ def test_split_file(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(InputError, match="s.json"):
-            load_split(path)
+            Split.load(path)
     with pytest.raises(InputError, match="none.json"):
-        load_split(tmp_path / "none.json")
+        Split.load(tmp_path / "none.json")
