@@ -49,7 +49,7 @@ class Source:
     def __len__(self):
         return len(self.ids)
 
-# %% ../nbs/library/06_datasets.ipynb #file-hash
+# %% ../nbs/library/06_datasets.ipynb #hash-items
 def _hash_items(items, ids):
     "SHA-256 of the ids and contents of items; of files, their size and modification time. Lists missing files."
     digest, missing = hashlib.sha256(), []
@@ -72,7 +72,7 @@ def _hash_items(items, ids):
         )
     return digest.hexdigest()
 
-# %% ../nbs/library/06_datasets.ipynb #source-2
+# %% ../nbs/library/06_datasets.ipynb #make-source
 def _make_source(name, items, ids, y, split, classes, meta):
     "A source of paths, arrays or texts; its fingerprint covers items, labels, splits and class names."
     y = np.array(y, np.int64)
@@ -164,7 +164,7 @@ def read_image_archive(
         known,
     )
 
-# %% ../nbs/library/06_datasets.ipynb #table
+# %% ../nbs/library/06_datasets.ipynb #read-csv-source
 def read_csv_source(
     path: str | Path,  # UTF-8 .csv file with a column text or image, optionally label, split and id
 ) -> Source:
@@ -192,7 +192,7 @@ def _resolve_images(path, names):
             raise InputError(f"{path}: images must lie in the folder of this file or below, got {name!r}; move it")
     return [path.parent / name for name in names]
 
-# %% ../nbs/library/06_datasets.ipynb #intents
+# %% ../nbs/library/06_datasets.ipynb #read-clinc
 def _clinc_rows(content):
     "Rows (split, number, text, intent) in the order train, val, test, then the out-of-scope splits."
     names = ["train", "val", "test"]
@@ -291,7 +291,7 @@ def open_source(
         )
     return reader(path)
 
-# %% ../nbs/library/06_datasets.ipynb #mend-torchvision
+# %% ../nbs/library/06_datasets.ipynb #patch-torchvision
 _DECLARED: list = []  # the declared operators would be removed if their library were collected
 
 
@@ -390,7 +390,7 @@ def _read_fields(path):
     "Lines of a text file, split at spaces; empty lines are left out."
     return [line.split() for line in Path(path).read_text().splitlines() if line.strip()]
 
-# %% ../nbs/library/06_datasets.ipynb #cub
+# %% ../nbs/library/06_datasets.ipynb #read-cub-grocery
 _CUB_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
 _CUB_MD5 = "97eceeb196236b17998738112f37df78"
 _GROCERY_URL = "https://github.com/marcusklasson/GroceryStoreDataset/archive/{}.zip"
@@ -422,7 +422,7 @@ def _read_grocery(root, key, splits, download):
                 rows.append((top / fields[0].strip(), int(fields[1]), split))
     return _rows_from_tuples(rows, [names[i] for i in sorted(names)])
 
-# %% ../nbs/library/06_datasets.ipynb #synsets
+# %% ../nbs/library/06_datasets.ipynb #read-imagenet
 def _name_synsets(root, ids):
     "`n01443537 goldfish` for each WordNet id that the list of words below root has; else the id."
     path = next((root / f for f in ("words.txt", "LOC_synset_mapping.txt") if (root / f).is_file()), None)
@@ -464,7 +464,7 @@ def _read_imagenet(root, key, splits, download):
     files, _, split_names = map(list, zip(*rows))
     return DatasetRows(files, y.tolist(), split_names, _name_synsets(root, ids))
 
-# %% ../nbs/library/06_datasets.ipynb #clinc
+# %% ../nbs/library/06_datasets.ipynb #read-texts
 _CLINC_URL = (
     "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data/data_full.json"  # noqa: E501
 )
@@ -641,7 +641,7 @@ DATASETS |= {
     ),
 }
 
-# %% ../nbs/library/06_datasets.ipynb #per-class-rows
+# %% ../nbs/library/06_datasets.ipynb #sample-per-class
 def sample_per_class(
     y: np.ndarray,  # (n,) int labels; rows of -1 are never sampled
     per_class: int,  # rows of each class; a smaller class keeps all of its rows
@@ -651,7 +651,7 @@ def sample_per_class(
     y, rng = check_labels(y), np.random.default_rng(seed)
     return np.sort(np.concatenate([rng.permutation(rows)[:per_class] for rows in rows_by_class(y)]))
 
-# %% ../nbs/library/06_datasets.ipynb #list
+# %% ../nbs/library/06_datasets.ipynb #read-dataset
 _BY_HAND = {  # sets that cannot be downloaded
     "imagenet": "download ILSVRC 2012 from image-net.org after signing in and name the folder that holds train/",
     "cars": "its original download is gone; github.com/pytorch/vision/issues/7545 says how to set up stanford_cars",

@@ -23,7 +23,7 @@ from .encoders import Encoder, load_encoder
 from .files import atomic_write, read_json, read_npz
 from .packs import EmbeddingSet, pack_path, write_pack
 
-# %% ../nbs/library/08_embed.ipynb #prepare
+# %% ../nbs/library/08_embed.ipynb #prepare-input
 class UnreadableInput(NamedTuple):
     "Stands for an input that could not be prepared."
 
@@ -90,7 +90,7 @@ def _prepare_in_processes(source, encoder, batches, processes):
         multiprocessing_context="fork",
     )
 
-# %% ../nbs/library/08_embed.ipynb #encode-shard
+# %% ../nbs/library/08_embed.ipynb #encode-batches
 class EncodedShard(NamedTuple):
     "Vectors of one shard and what was left out."
 
@@ -163,7 +163,7 @@ def _load_shard(
         return None
     return shard
 
-# %% ../nbs/library/08_embed.ipynb #bind
+# %% ../nbs/library/08_embed.ipynb #shard-folder
 def _read_plan(folder):
     "The plan of the shards in a folder, or None."
     try:
@@ -197,7 +197,7 @@ def _open_shard_folder(
         temporary.write_text(json.dumps(plan, indent=1))
     return folder
 
-# %% ../nbs/library/08_embed.ipynb #shards
+# %% ../nbs/library/08_embed.ipynb #iter-shards
 def _split_batches(rows, batch_size):
     "Divide row numbers into batches."
     return [list(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
@@ -228,7 +228,7 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
                 _save_shard(shards[start], path)
             yield shards[start]
 
-# %% ../nbs/library/08_embed.ipynb #assemble
+# %% ../nbs/library/08_embed.ipynb #to-embedding-set
 def _to_embedding_set(source, encoder, shards):
     "The `EmbeddingSet` of all shards; its notes list what was left out."
     x = np.concatenate([s.x for s in shards if len(s.rows)])
@@ -251,7 +251,7 @@ def _to_embedding_set(source, encoder, shards):
     ids, split = np.array(source.ids)[rows], np.array(source.split)[rows]
     return EmbeddingSet(x, source.y[rows], ids, split, source.classes, meta)
 
-# %% ../nbs/library/08_embed.ipynb #check-request
+# %% ../nbs/library/08_embed.ipynb #check-arguments
 def _check_arguments(source, encoder, shard_rows, batch_size, on_error):
     "Raise `InputError` for arguments that cannot work, before anything is read."
     if source.modality != encoder.modality:
@@ -287,7 +287,7 @@ def _check_shard(shard, source, on_error):
         raise InputError(f"{name} cannot be encoded ({reason}); repair it or pass on_error='skip'")
     return shard
 
-# %% ../nbs/library/08_embed.ipynb #open-both
+# %% ../nbs/library/08_embed.ipynb #embed
 class EmbedResult(NamedTuple):
     "What `embed` has written."
 
@@ -327,7 +327,7 @@ def embed(
     dtype : {"int8", "float16", "float32"}, default "int8"
         Type of the numbers in the pack.
     on_error : {"raise", "skip"}, default "raise"
-        What to do with an input that cannot be read or has no finite vector other than zero.
+        What to do with an input that cannot be read, or whose vector is zero or not finite.
     threads : int, default 4
         Threads that read and prepare inputs.
     processes : int, default 0

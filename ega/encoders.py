@@ -51,7 +51,7 @@ def _channel_text(values):
     "Values of the channels on a scale of 255; one number when all are equal."
     return "/".join(dict.fromkeys(f"{255 * v:.6g}" for v in values))
 
-# %% ../nbs/library/07_encoders.ipynb #picture
+# %% ../nbs/library/07_encoders.ipynb #preprocess-image
 def decode_image(
     raw: bytes | np.ndarray,  # an image file, or (h, w, 3) uint8
 ) -> "PILImage.Image":
@@ -273,7 +273,7 @@ class MiniLM:
         "Vectors of a batch."
         return self.model.encode(batch, batch_size=len(batch), normalize_embeddings=True, show_progress_bar=False)
 
-# %% ../nbs/library/07_encoders.ipynb #state-hash
+# %% ../nbs/library/07_encoders.ipynb #weights-hash
 def weights_hash(
     model: "torch.nn.Module",  # any model
 ) -> str:  # 64 hexadecimal digits
@@ -391,7 +391,7 @@ def _check_all_loaded(tower, untrained, model, path):
 
 LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
 
-# %% ../nbs/library/07_encoders.ipynb #without-pickles
+# %% ../nbs/library/07_encoders.ipynb #tensors-only
 @contextmanager
 def _tensors_only():
     "Inside the block, torch.load reads only tensors and runs no code of the file, however a library calls it."
@@ -406,7 +406,7 @@ def _tensors_only():
         else:
             os.environ[name] = before
 
-# %% ../nbs/library/07_encoders.ipynb #from-hub
+# %% ../nbs/library/07_encoders.ipynb #load-library-model
 def _load_library_model(key, spec, weights):
     "Image model, transform and its parameters; every failure to get the weights becomes an `InputError`."
     import torch
@@ -439,7 +439,7 @@ def _load_torch_encoder(key, spec, weights, device, precision):
     name = f"{key}_untrained" if weights == "random" else key
     return TorchImageEncoder(tower, transform, preprocessing, name=name, device=device, precision=precision)
 
-# %% ../nbs/library/07_encoders.ipynb #encoder-card
+# %% ../nbs/library/07_encoders.ipynb #encoder-spec
 class EncoderSpec(NamedTuple):
     "How an encoder is loaded."
 

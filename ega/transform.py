@@ -55,7 +55,7 @@ class TransformResult(NamedTuple):
     resumed_rows: int  # rows that an earlier, interrupted call had written
     path: Path  # the target
 
-# %% ../nbs/library/23_transform.ipynb #beside
+# %% ../nbs/library/23_transform.ipynb #work-files
 def progress_file(
     target: Path,  # file or folder to be made
 ) -> Path:
@@ -138,7 +138,7 @@ def _read_progress(
         raise InputError(exists_already.format(target))
     return _Progress(True, found["rows"], True)  # the run was killed before it removed the progress file
 
-# %% ../nbs/library/23_transform.ipynb #pump
+# %% ../nbs/library/23_transform.ipynb #overlap
 def _overlap(
     blocks,  # iterator of blocks of rows
     start_compute,  # function of a block: submits it to the workers -> outputs to wait for
@@ -173,7 +173,7 @@ def _thread_pool(
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
 
-# %% ../nbs/library/23_transform.ipynb #adapt
+# %% ../nbs/library/23_transform.ipynb #transform-batch
 def _transform_batch(
     adapter,  # nn.Module in eval mode on its device
     device,  # torch.device
@@ -207,7 +207,7 @@ def _truncate_part(f, header, n_bytes):
     f.truncate(end)
     f.seek(end)
 
-# %% ../nbs/library/23_transform.ipynb #fill
+# %% ../nbs/library/23_transform.ipynb #compute-rows
 def _compute_rows(
     adapter,  # nn.Module in eval mode on its device
     vectors,  # VectorFile of the source
@@ -246,7 +246,7 @@ def _compute_rows(
         blocks = iter_unit_batches(vectors, done, batch_size * batches_per_block, options.normalize)
         _overlap(blocks, start_compute, write, check_interrupt)
 
-# %% ../nbs/library/23_transform.ipynb #hashes
+# %% ../nbs/library/23_transform.ipynb #pack-hashes
 def _pack_hashes(
     path,  # pack with the ids, splits and labels
     metadata,  # dict of the pack; its own hashes are ignored
@@ -290,7 +290,7 @@ def _verify_pack(vectors, d):
                 "it was changed after writing: copy or embed it again"
             )
 
-# %% ../nbs/library/23_transform.ipynb #schema
+# %% ../nbs/library/23_transform.ipynb #target-schema
 def _pack_metadata(vectors, d, part, dtype, note):
     "The metadata of an adapted pack: new note, dtype and hashes."
     old = vectors.pack
@@ -354,12 +354,12 @@ def _write_parquet(vectors, adapter, target, provenance, options):
     size = max(1, BLOCK_BYTES // (4 * adapter.d))
     tables = iter_tables(vectors.path, None, 0, size)
     blocks = open_npy_vectors(part, adapter.d).blocks(0, size)
-    how = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
-    with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **how) as writer:
+    settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
+    with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(tables, blocks, strict=True):
             writer.write_table(_replace_vectors(table, z, vectors, schema, options.dtype))
 
-# %% ../nbs/library/23_transform.ipynb #stamp
+# %% ../nbs/library/23_transform.ipynb #provenance
 def file_signature(
     path: Path,  # a file
 ) -> list:
@@ -400,7 +400,7 @@ def _make_room(target, n_bytes):
             "free some or choose another target"
         )
 
-# %% ../nbs/library/23_transform.ipynb #room
+# %% ../nbs/library/23_transform.ipynb #transform-one
 @contextmanager
 def _handle_failure(part, progress):
     "Remove the work files when no row was written; when a write fails, add to its message that the rows are kept."
@@ -504,7 +504,7 @@ def _transform_folder(adapter, shards, target, options, advance):
             return sum(shard.n for shard in shards)
         return sum(_transform_shard(adapter, s, folder / s.path.name, options, advance) for s in shards)
 
-# %% ../nbs/library/23_transform.ipynb #settings
+# %% ../nbs/library/23_transform.ipynb #check-arguments
 def _check_options(options):
     "Raise `InputError` for values that are not allowed."
     choices = {"dtype": ("float32", "float16"), "precision": ("float32", "bfloat16")}

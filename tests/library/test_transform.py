@@ -937,7 +937,7 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
         )
     killed = []
     thread = Thread(target=lambda: killed.append(kill_worker(tmp_path / "z", 140_000)), daemon=True)
-    thread.start_process()
+    thread.start()
     done = transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
     thread.join(5)
     transform_file(f, tmp_path / "x", tmp_path / "again", **ONE)
@@ -952,7 +952,7 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     ]
     with pytest.raises(InputError, match="z exists already"):
         transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
-    with pytest.raises(InputError, match="folder of shards"):
+    with pytest.raises(InputError, match="expected a folder of .npy and .parquet files"):
         transform_ray(f, tmp_path / "x/0.parquet", tmp_path / "0.parquet", device="cpu")
 
 
