@@ -108,7 +108,7 @@ def parse_config(
             "take it from a table of results"
         ) from error
     if not isinstance(values, dict):
-        raise InputError(f"a {name} must be a dictionary, got {type(values).__name__}; take it from a table of results")
+        raise InputError(f"{name} must be a dictionary, got {type(values).__name__}; take it from a table of results")
     known = {f.name: f for f in fields(cls)}
     if unknown := set(values) - set(known):
         raise InputError(f"{name} has no field {sorted(unknown)}; it has {sorted(known)}")
@@ -119,6 +119,7 @@ def parse_config(
     return cls(**{k: _parse_value(cls, k, known[k].type, v) for k, v in values.items()})
 
 # %% ../nbs/library/17_methods.ipynb #7cdb6c07
+# AdapterConfig, LossConfig or None (nothing is trained), learning rate and weight decay of AdamW
 Method = namedtuple("Method", "adapter loss lr weight_decay", defaults=(AdapterConfig(), None, 1e-4, 1e-4))
 
 _released = AdapterConfig("ega_released", hidden=2048)
