@@ -12,6 +12,7 @@ __all__ = ['ADAPTER_TYPES', 'SparseGradLinear', 'l2_normalize', 'ResidualMLP', '
 import copy
 import json
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -443,11 +444,14 @@ def count_parameters(
     return sum(p.numel() for p in adapter.parameters())
 
 # %% ../nbs/library/09_adapters.ipynb #interpolate
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
+
+
 def interpolate(
-    x,  # (n, d) frozen unit rows, np.ndarray or torch.Tensor
-    z,  # (n, d) adapted unit rows of the same type
+    x: _Array,  # (n, d) frozen unit rows, np.ndarray or torch.Tensor
+    z: _Array,  # (n, d) adapted unit rows of the same type
     strength: float,  # 0 frozen ... 1 adapted
-):  # (n, d) unit rows of the same type
+) -> _Array:  # (n, d) unit rows of the same type
     "l2((1 - strength) x + strength z): interpolation of outputs, in the manner of WiSE-FT (Wortsman et al. 2022)."
     _check_strength(strength)
     if x.shape != z.shape:

@@ -6,6 +6,8 @@
 __all__ = ['LinearMap', 'class_covariances', 'inverse_sqrt', 'WCCN', 'ValidatedWCCN', 'LDAMap', 'PCAMap', 'LogitMap']
 
 # %% ../nbs/library/15_closed_form.ipynb #f0a3c2e0
+from typing import TypeVar
+
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 from sklearn.base import BaseEstimator, TransformerMixin
@@ -15,6 +17,9 @@ from .arrays import InputError, check_embeddings, check_labels, check_positive_i
 from .metrics import loo_lp_at_k
 
 # %% ../nbs/library/15_closed_form.ipynb #linearmap
+_Map = TypeVar("_Map", bound="LinearMap")
+
+
 class LinearMap(TransformerMixin, BaseEstimator):
     "Base class of the fitted maps z = l2((x - mean_) @ matrix_)."
 
@@ -29,7 +34,7 @@ class LinearMap(TransformerMixin, BaseEstimator):
         check_is_fitted(self, "matrix_")
         return normalize((check_embeddings(X, dim=len(self.mean_)) - self.mean_) @ self.matrix_, "z")
 
-    def _set_map(self, matrix: np.ndarray, mean: np.ndarray):
+    def _set_map(self: _Map, matrix: np.ndarray, mean: np.ndarray) -> _Map:
         "Store the fitted map; returns self."
         self.matrix_ = np.ascontiguousarray(matrix, np.float32)
         self.mean_ = np.asarray(mean, np.float32)
@@ -139,7 +144,7 @@ class WCCN(LinearMap):
         self.power = power
         self.center = center
 
-    def fit(self, X: np.ndarray, y: np.ndarray):
+    def fit(self, X: np.ndarray, y: np.ndarray) -> "WCCN":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
         A = inverse_sqrt(class_covariances(X, y)[0], self.shrinkage, self.power)
         A *= np.sqrt(len(A) / np.square(A).sum())
@@ -202,7 +207,7 @@ class ValidatedWCCN(LinearMap):
         self.max_rows = max_rows
         self.random_state = random_state
 
-    def fit(self, X: np.ndarray, y: np.ndarray):
+    def fit(self, X: np.ndarray, y: np.ndarray) -> "ValidatedWCCN":
         "Fit on embeddings (n, d) and int labels (n,), and validate on left-out classes; returns self."
         if not 0 < self.shrinkage <= 1:
             raise InputError(
@@ -296,7 +301,7 @@ class LDAMap(LinearMap):
         self.shrinkage = shrinkage
         self.center = center
 
-    def fit(self, X: np.ndarray, y: np.ndarray):
+    def fit(self, X: np.ndarray, y: np.ndarray) -> "LDAMap":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
         within, between = class_covariances(X, y)
         d, n_classes = len(within), len(np.unique(np.asarray(y)[np.asarray(y) >= 0]))
@@ -357,7 +362,7 @@ class PCAMap(LinearMap):
         self.whiten = whiten
         self.center = center
 
-    def fit(self, X: np.ndarray, y: np.ndarray | None = None):
+    def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> "PCAMap":
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
         mean, x = _labelled_mean(X), check_embeddings(X)
         d = x.shape[1]
@@ -390,7 +395,7 @@ class LogitMap(LinearMap):
         self,
         X: np.ndarray,  # (n, d) embeddings
         y: np.ndarray,  # (n,) int labels; rows labelled -1 are ignored
-    ):  # self
+    ) -> "LogitMap":  # self
         "Fit scikit-learn's LogisticRegression."
         from sklearn.linear_model import LogisticRegression
 

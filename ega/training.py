@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from math import cos, pi
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,15 +167,15 @@ def with_displacement_penalty(
 
 # %% ../nbs/library/16_training.ipynb #later
 def added_field(
-    default,  # the value that configurations stored before the field existed stand for
-):  # dataclass field
+    default: Any,  # the value that configurations stored before the field existed stand for
+) -> Any:  # dataclass field
     "A field added to a configuration after runs were stored; `config_to_dict` omits it while it has its default."
     return field(default=default, metadata={"later": True})
 
 
 def config_to_dict(
-    config,  # a configuration, possibly with others nested in it
-):  # nested dictionary of plain values
+    config: Any,  # a configuration, possibly with others nested in it
+) -> Any:  # nested dictionary of plain values
     "A configuration as plain data, from which a run's identifier is computed and which is stored with its results."
     if not is_dataclass(config):
         return config

@@ -11,10 +11,29 @@ root = Path(__file__).resolve().parent.parent
 env, uv = root / "build/minimum", Path(sys.executable).parent / "uv"
 python = env / "bin/python"
 PARTS = [
-    *(f"library/test_{name}.py" for name in (
-        "arrays", "files", "packs", "datasets", "adapters", "losses", "sparsity", "training", "theory", "search", "metrics",
-        "statistics", "closed_form", "selection", "estimator", "transform", "index", "monitor",
-    )),
+    *(
+        f"library/test_{name}.py"
+        for name in (
+            "arrays",
+            "files",
+            "packs",
+            "datasets",
+            "adapters",
+            "losses",
+            "sparsity",
+            "training",
+            "theory",
+            "search",
+            "metrics",
+            "statistics",
+            "closed_form",
+            "selection",
+            "estimator",
+            "transform",
+            "index",
+            "monitor",
+        )
+    ),
     "experiments/test_runs.py",
 ]
 NEEDED = ["--editable", ".[cpu]", "pillow>=10", "pytest>=8", "hypothesis>=6"]
