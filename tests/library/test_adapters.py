@@ -1,4 +1,4 @@
-"Adapters: identity at the start, first gradients, counts, seeds, folding, interpolation, transform."
+"Adapters: identity at the start, first gradients, parameter counts, seeds, merging, interpolation, files, transform."
 
 import copy
 import io
@@ -33,16 +33,16 @@ from ega.adapters import (
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.testing import circle_points
 
-KINDS = ("EGA", "ReleasedEGA", "LoRA", "Linear")
+KINDS = ("PaperEGA", "ReleasedEGA", "LoRAAdapter", "LinearAdapter")
 
 
 def make(kind, d, seed=0, hidden=32, rank=None):
     gen = torch_generator(spawn_rngs(seed).init)
     return {
-        "EGA": lambda: PaperEGA(d, hidden=hidden, gen=gen),
+        "PaperEGA": lambda: PaperEGA(d, hidden=hidden, gen=gen),
         "ReleasedEGA": lambda: ReleasedEGA(d, hidden=hidden, gen=gen),
-        "LoRA": lambda: LoRAAdapter(d, rank=rank or min(4, d), gen=gen),
-        "Linear": lambda: LinearAdapter(d, gen=gen),
+        "LoRAAdapter": lambda: LoRAAdapter(d, rank=rank or min(4, d), gen=gen),
+        "LinearAdapter": lambda: LinearAdapter(d, gen=gen),
     }[kind]()
 
 
@@ -62,7 +62,7 @@ def trained(adapter, size=0.1, seed=9):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("d", (1, 2, 7, 384, 514, 1152))
 def test_identity_at_start(kind, d):
-    "max |f(x) - x| <= 1e-6 in float32, also for norms off by several roundings (5e-7); a norm off by 1e-3 is put right."
+    "max |f(x) - x| <= 1e-6 in float32, also for norms off by 5e-7; a norm off by 1e-3 is corrected."
     x = rows(64, d)
     for seed in (0, 1):
         f = make(kind, d, seed)
@@ -81,14 +81,14 @@ def test_identity_in_float64(kind):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from(KINDS))
-def test_identity_everywhere(d, hidden, seed, kind):
+def test_identity_at_start_for_any_sizes(d, hidden, seed, kind):
     x = rows(9, d, seed)
     assert (make(kind, d, seed, hidden)(x) - x).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gate_and_branch_weights_cannot_break_the_identity(kind):
-    "The identity holds for any weights before the zero layers, not just for the drawn ones."
+def test_identity_at_start_does_not_depend_on_the_drawn_weights(kind):
+    "The zero layers make the identity, whatever the weights of the other layers."
     f, x, gen = make(kind, 24), rows(10, 24), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in f.named_parameters():
@@ -102,7 +102,7 @@ def test_gate_and_branch_weights_cannot_break_the_identity(kind):
 
 
 FIRST = {
-    "EGA": {
+    "PaperEGA": {
         "blocks.0.branch.3.weight",
         "blocks.0.branch.3.bias",
         "blocks.1.branch.3.weight",
@@ -111,14 +111,14 @@ FIRST = {
         "refine.bias",
     },
     "ReleasedEGA": {"branch.3.weight", "branch.3.bias"},
-    "LoRA": {"B"},
-    "Linear": {"weight"},
+    "LoRAAdapter": {"B"},
+    "LinearAdapter": {"weight"},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_gradients(kind):
-    "Exactly the zero layers feel the first step; everything does at the second."
+    "In the first step only the zero layers have a gradient; in the second step all have."
     f, x = make(kind, 16), rows(30, 16)
     target = rows(30, 16, 1)
     ((f(x) - target) ** 2).sum().backward()
@@ -131,9 +131,9 @@ def test_first_gradients(kind):
     assert all(p.grad.abs().max() > 0 for p in f.parameters())
 
 
-def test_paper_form_against_a_plain_rewrite():
-    "method.md 3.2 with bare matrices, all weights non-zero."
-    f, x = trained(make("EGA", 10, hidden=6)).double(), rows(5, 10).double()
+def test_paper_ega_equals_plain_matrix_products():
+    "The formula of the paper written with matrix products, all weights non-zero."
+    f, x = trained(make("PaperEGA", 10, hidden=6)).double(), rows(5, 10).double()
     u = x
     for k in (0, 1):
         w = {n.removeprefix(f"blocks.{k}."): p for n, p in f.named_parameters() if n.startswith(f"blocks.{k}.")}
@@ -155,7 +155,7 @@ def test_paper_form_against_a_plain_rewrite():
 
 
 class Released(nn.Module):
-    "The released block as its description gives it (method.md 3.1), kept as the oracle."
+    "The released module (hpdic/EGA, models/ega_mlp.py), kept as the reference."
 
     def __init__(self, d, h):
         super().__init__()
@@ -167,8 +167,8 @@ class Released(nn.Module):
         return F.normalize(x + self.net(x), p=2, dim=1)
 
 
-def test_released_block_same_weights_value_and_gradient():
-    "From one seed our block holds torch's own weights, and stays equal in value and gradient once trained."
+def test_released_ega_equals_the_released_module():
+    "From one seed both have the same initial weights, and equal values and gradients after a change of all weights."
     with torch.random.fork_rng():
         torch.manual_seed(5)
         theirs = Released(12, 20)
@@ -185,7 +185,7 @@ def test_released_block_same_weights_value_and_gradient():
         assert torch.equal(p.grad, q.grad)
 
 
-def test_lora_starts_as_kaiming():
+def test_lora_initial_weights_are_kaiming_uniform():
     "A is kaiming_uniform with a = sqrt 5, the first weights of the released LoRA; B is 0."
     ours, theirs = LoRAAdapter(50, rank=9, gen=torch.Generator().manual_seed(4)), torch.empty(9, 50)
     with torch.random.fork_rng():
@@ -194,9 +194,9 @@ def test_lora_starts_as_kaiming():
     assert torch.allclose(ours.A, theirs, atol=1e-7) and not ours.B.any() and ours.B.shape == (50, 9)
 
 
-def test_decay_of_refine_leads_to_the_identity():
+def test_decay_of_refine_moves_towards_the_identity():
     "Shrinking R and r, as weight decay does, moves f monotonically back to x."
-    f, x = make("EGA", 8), rows(5, 8)
+    f, x = make("PaperEGA", 8), rows(5, 8)
     with torch.no_grad():
         for p in f.refine.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
@@ -209,20 +209,20 @@ def test_decay_of_refine_leads_to_the_identity():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_seeds(kind):
+def test_same_seed_same_weights(kind):
     "Same seed, same bits; another seed, other bits; the global generators are untouched."
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     a, b, c = make(kind, 20, 1), make(kind, 20, 1), make(kind, 20, 2)
     assert torch.equal(torch_state, torch.get_rng_state()) and (numpy_state == np.random.get_state()[1]).all()
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
-    if kind != "Linear":
+    if kind != "LinearAdapter":
         assert not all(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters()))
 
 
 @pytest.mark.parametrize(
     "d, expected", [(512, (2_103_808, 4_732_416)), (1024, (4_201_472, 10_501_120)), (1152, (4_725_888, 12_107_136))]
 )
-def test_counts_of_the_table(d, expected):
+def test_parameter_counts(d, expected):
     gen = torch.Generator()
     state = gen.get_state()
     with torch.device("meta"):
@@ -237,12 +237,12 @@ def test_counts_of_the_table(d, expected):
 
 
 @pytest.mark.parametrize("rank, count", [(8, 8_192), (64, 65_536), (128, 131_072), (256, 262_144), (512, 524_288)])
-def test_lora_counts(rank, count):
+def test_lora_parameter_counts(rank, count):
     assert count_parameters(LoRAAdapter(512, rank=rank, gen=torch.Generator())) == count
 
 
-def test_lora_scale_is_apart_from_rank():
-    "The default factor is 2 at every rank, and the factor multiplies B A and nothing else."
+def test_lora_scale_does_not_depend_on_rank():
+    "The default scale is 2 at every rank, and the scale multiplies B A and nothing else."
     gen = torch.Generator().manual_seed(0)
     assert all(LoRAAdapter(16, rank=r, gen=gen).scale == 2 for r in (1, 4, 16))
     a, b = (trained(LoRAAdapter(16, rank=4, scale=s, gen=torch.Generator().manual_seed(3))) for s in (0.5, 3.0))
@@ -251,7 +251,7 @@ def test_lora_scale_is_apart_from_rank():
     assert torch.linalg.matrix_rank(b.as_matrix() - eye, atol=1e-4) == 4
 
 
-@pytest.mark.parametrize("kind", ("LoRA", "Linear"))
+@pytest.mark.parametrize("kind", ("LoRAAdapter", "LinearAdapter"))
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 def test_as_matrix(kind, dtype, tol):
     f = trained(make(kind, 40).to(dtype))
@@ -260,14 +260,14 @@ def test_as_matrix(kind, dtype, tol):
     assert m.shape == (40, 40) and m.dtype == dtype and not m.requires_grad
     assert (f(x) - l2_normalize(x @ m.T)).abs().max() < tol
     before = [p.clone() for p in f.parameters()]
-    m.add_(1)  # a copy: changing it changes no weight
+    m.add_(1)  # as_matrix returns a copy: changing it changes no weight
     assert all(torch.equal(p, q) for p, q in zip(before, f.parameters()))
 
 
-def test_as_matrix_folds_into_faiss():
-    "LinearTransform + NormalizationTransform before a flat index returns the neighbours of the adapted rows."
+def test_as_matrix_in_a_faiss_pretransform():
+    "LinearTransform and NormalizationTransform before a flat index give the neighbours of the adapted rows."
     faiss = pytest.importorskip("faiss")
-    f, x = trained(make("Linear", 24)), rows(300, 24).numpy()
+    f, x = trained(make("LinearAdapter", 24)), rows(300, 24).numpy()
     z = transform(f, x, device="cpu")
     m = np.ascontiguousarray(f.as_matrix().numpy())
     linear = faiss.LinearTransform(24, 24, False)
@@ -308,7 +308,7 @@ def test_rows_are_independent_and_unit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_round_trip(kind):
+def test_state_dict_round_trip(kind):
     f, x, file = trained(make(kind, 12)), rows(6, 12), io.BytesIO()
     torch.save(f.state_dict(), file)
     file.seek(0)
@@ -320,8 +320,8 @@ def test_state_round_trip(kind):
 # interpolate
 
 
-def test_interpolate_is_shrinking_the_branch():
-    "baselines.md section 6: l2((1-a) x + a l2(x+g)) = l2(x + k g), k = (a/n)/((1-a) + a/n)."
+def test_interpolate_equals_shrinking_the_residual():
+    "l2((1-a) x + a l2(x+g)) = l2(x + k g), k = (a/n)/((1-a) + a/n)."
     x = rows(50, 6).double()
     x = x / x.norm(dim=1, keepdim=True)
     g = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -331,7 +331,7 @@ def test_interpolate_is_shrinking_the_branch():
         assert (interpolate(x, l2_normalize(x + g), strength) - l2_normalize(x + k * g)).abs().max() < 1e-12
 
 
-def test_interpolate_ends_arc_and_kinds():
+def test_interpolate_ends_arc_and_array_types():
     x, z = rows(30, 5).double().numpy(), rows(30, 5, 1).double().numpy()
     x, z = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (x, z))
     assert np.allclose(interpolate(x, z, 0), x, atol=1e-15) and np.allclose(interpolate(x, z, 1), z, atol=1e-15)
@@ -348,12 +348,12 @@ def test_interpolate_ends_arc_and_kinds():
 
 
 @pytest.mark.parametrize("strength", (-0.1, 1.1, float("nan")))
-def test_interpolate_refuses_alpha(strength):
+def test_interpolate_refuses_strength_outside_0_to_1(strength):
     with pytest.raises(InputError, match="strength"):
         interpolate(np.eye(2), np.eye(2), strength)
 
 
-def test_interpolate_refuses_opposite_and_shapes():
+def test_interpolate_refuses_opposite_rows_and_other_shapes():
     with pytest.raises(InputError, match="opposite"):
         interpolate(circle_points(10), circle_points(190), 0.5)
     with pytest.raises(InputError, match="one shape"):
@@ -379,8 +379,8 @@ def test_transform(kind):
 
 
 @pytest.mark.parametrize("training", (True, False))
-def test_transform_leaves_everything_as_it_was(training):
-    f, x = make("EGA", 8).train(training), rows(9, 8).numpy()
+def test_transform_changes_neither_adapter_nor_input(training):
+    f, x = make("PaperEGA", 8).train(training), rows(9, 8).numpy()
     kept, x_kept, state = copy.deepcopy(f.state_dict()), x.copy(), torch.get_rng_state()
     x.flags.writeable = False  # memory maps are read-only
     z = transform(f, x, device="cpu")
@@ -402,8 +402,8 @@ def test_transform_runs_in_eval_mode():
     assert np.allclose(transform(f, x, device="cpu"), x, atol=1e-6) and f.training
 
 
-def test_transform_refuses():
-    f = make("Linear", 4)
+def test_transform_refuses_bad_input():
+    f = make("LinearAdapter", 4)
     with pytest.raises(InputError, match="4 columns"):
         transform(f, np.eye(3))
     with pytest.raises(InputError, match="unit rows"):
@@ -440,12 +440,12 @@ def test_transform_on_cuda(kind):
         (lambda g: LinearAdapter(8)(torch.ones(9)), "d=8"),
     ],
 )
-def test_refusals(call, words):
+def test_bad_arguments_are_refused(call, words):
     with pytest.raises(InputError, match=words):
         call(torch.Generator())
 
 
-def test_large_row_counts_stay_small_in_memory():
+def test_transform_computes_one_batch_at_a_time():
     "One batch at a time: the branch of 100 000 rows at hidden 2048 would need 800 MB, a batch of 512 needs 4 MB."
     f, seen = ReleasedEGA(8, hidden=16, gen=torch.Generator()), []
     f.branch.register_forward_hook(lambda m, i, o: seen.append(len(o)))
@@ -453,12 +453,12 @@ def test_large_row_counts_stay_small_in_memory():
     assert seen == [512, 512, 512, 464]
 
 
-# -- one file ----------------------------------------------------------------------------------------------
+# files
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
-def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path, kind, dtype):
+def test_save_and_load_return_the_same_bits(tmp_path, kind, dtype):
     f = trained(make(kind, 18)).to(dtype)
     g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
     assert (
@@ -478,14 +478,14 @@ def test_a_saved_adapter_comes_back_bit_for_bit(tmp_path, kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_saved_cap_comes_back_with_what_it_holds(tmp_path, kind, dtype):
+def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
     f = BoundedAdapter(trained(make(kind, 18)), 0.3).to(dtype)
     g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
     assert (
         type(g) is BoundedAdapter
         and type(g.inner) is type(f.inner)
         and not g.training
-        and torch.equal(g.eps, f.eps)
+        and torch.equal(g.max_displacement, f.max_displacement)
         and g.d == 18
     )
     assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(
@@ -497,85 +497,93 @@ def test_a_saved_cap_comes_back_with_what_it_holds(tmp_path, kind, dtype):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(state={"eps": torch.tensor(2.0)}), "eps must lie in"),
-        (dict(state={"eps": torch.tensor(0.0)}), "eps must lie in"),
-        (dict(state={"eps": torch.tensor(-1.0)}), "eps must lie in"),
-        (dict(state={"eps": torch.tensor(0.2)}), "not those that were saved"),
-        (dict(state={"eps": torch.tensor([0.3])}), "weight eps must have shape"),
-        (dict(drop=["eps"]), "weight eps must have shape"),
-        (dict(about={"sizes": {"inner": 3}}), "make no BoundedAdapter"),
-        (dict(about={"sizes": {"inner": {"kind": "Linear"}}}), "make no BoundedAdapter"),
+        (dict(state={"max_displacement": torch.tensor(2.0)}), "max_displacement must lie in"),
+        (dict(state={"max_displacement": torch.tensor(0.0)}), "max_displacement must lie in"),
+        (dict(state={"max_displacement": torch.tensor(-1.0)}), "max_displacement must lie in"),
+        (dict(state={"max_displacement": torch.tensor(0.2)}), "not those that were saved"),
+        (dict(state={"max_displacement": torch.tensor([0.3])}), "weight max_displacement must have shape"),
+        (dict(drop=["max_displacement"]), "weight max_displacement must have shape"),
+        (dict(about={"sizes": {"inner": 3}}), "no BoundedAdapter can be built"),
+        (dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}), "no BoundedAdapter can be built"),
         (
             dict(
                 about={
                     "sizes": {
-                        "inner": {"kind": "BoundedAdapter", "sizes": {"inner": {"kind": "Linear", "sizes": {"d": 18}}}}
+                        "inner": {
+                            "kind": "BoundedAdapter",
+                            "sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": 18}}},
+                        }
                     }
                 }
             ),
-            "EGA, ReleasedEGA, LoRA, Linear, got .Capped.",
+            "PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter, got .BoundedAdapter.",
         ),
-        (dict(about={"sizes": {"inner": {"kind": "Linear", "sizes": {"d": -1}}}}), "make no"),
+        (
+            dict(about={"sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": -1}}}}),
+            "no LinearAdapter can be built",
+        ),
         (dict(about={"sizes": {"inner": {"kind": ["x"], "sizes": {}}}}), "kind must be one of"),
         (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
     ],
 )
-def test_load_refuses_every_defect_of_a_cap(tmp_path, change, words):
-    path = damaged(save_adapter(BoundedAdapter(trained(make("Linear", 18)), 0.3), tmp_path / "f.safetensors"), **change)
+def test_load_refuses_damaged_bounded_adapter(tmp_path, change, words):
+    path = damaged(
+        save_adapter(BoundedAdapter(trained(make("LinearAdapter", 18)), 0.3), tmp_path / "f.safetensors"), **change
+    )
     with pytest.raises(InputError, match=words):
         load_adapter(path)
 
 
-def test_a_cap_that_rounds_to_an_end_is_refused(tmp_path):
-    for eps in (2 - 1e-9, 1e-50):
-        with pytest.raises(InputError, match="eps must lie in"):
-            BoundedAdapter(make("Linear", 18), eps)
-    with pytest.raises(InputError, match="f.safetensors: eps must lie in"):
-        save_adapter(BoundedAdapter(make("Linear", 18), 1.9999).half(), tmp_path / "f.safetensors")
+def test_bound_that_rounds_to_0_or_2_is_refused(tmp_path):
+    for bound in (2 - 1e-9, 1e-50):
+        with pytest.raises(InputError, match="max_displacement must lie in"):
+            BoundedAdapter(make("LinearAdapter", 18), bound)
+    with pytest.raises(InputError, match="f.safetensors: max_displacement must lie in"):
+        save_adapter(BoundedAdapter(make("LinearAdapter", 18), 1.9999).half(), tmp_path / "f.safetensors")
 
-    class Capped_(nn.Linear):
+    class NamedBounded(nn.Linear):
         d = 4
 
-    Capped_.__name__ = "BoundedAdapter"
+    NamedBounded.__name__ = "BoundedAdapter"
     with pytest.raises(InputError, match="got BoundedAdapter;"):
-        save_adapter(Capped_(4, 4), tmp_path / "f.safetensors")
+        save_adapter(NamedBounded(4, 4), tmp_path / "f.safetensors")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_loaded_adapter_does_not_hang_on_its_file(tmp_path):
-    f = trained(make("LoRA", 18))
+def test_loaded_adapter_survives_deletion_of_its_file(tmp_path):
+    f = trained(make("LoRAAdapter", 18))
     g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
     (tmp_path / "f.safetensors").write_bytes(b"")  # a memory map would now be a bus error
     assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18)))
 
 
-def test_the_fingerprint_tells_kind_sizes_and_weights_apart():
+def test_fingerprint_depends_on_class_sizes_and_weights():
     made = [
-        trained(make("LoRA", 18)),
-        trained(make("LoRA", 18), seed=3),
-        trained(make("LoRA", 18, rank=3)),
+        trained(make("LoRAAdapter", 18)),
+        trained(make("LoRAAdapter", 18), seed=3),
+        trained(make("LoRAAdapter", 18, rank=3)),
         LoRAAdapter(18, rank=4, scale=3.0, gen=torch.Generator()),
-        make("Linear", 18),
-        make("Linear", 17),
+        make("LinearAdapter", 18),
+        make("LinearAdapter", 17),
     ]
     assert len({adapter_fingerprint(f) for f in made}) == len(made) and adapter_fingerprint(
         copy.deepcopy(made[0]).train()
     ) == adapter_fingerprint(made[0])
 
 
-def test_save_refuses_foreign_modules_and_broken_weights(tmp_path):
-    class ReleasedEGA_(nn.Linear):
-        d, hidden = 4, 4  # the name alone does not make it one
+def test_save_refuses_other_modules_and_nan_weights(tmp_path):
+    class SameAttributes(nn.Linear):
+        d, hidden = 4, 4  # the attributes of ReleasedEGA
 
     for f, words in (
-        (nn.Linear(4, 4), "must be one of EGA, ReleasedEGA, LoRA, Linear"),
-        (ReleasedEGA_(4, 4), "must be one of"),
-        (BoundedAdapter(ReleasedEGA_(4, 4), 0.1), "BoundedAdapter around ReleasedEGA"),
-        (BoundedAdapter(BoundedAdapter(make("Linear", 4), 0.2), 0.1), "BoundedAdapter around BoundedAdapter"),
+        (nn.Linear(4, 4), "must be one of PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter"),
+        (SameAttributes(4, 4), "must be one of"),
+        (BoundedAdapter(SameAttributes(4, 4), 0.1), "BoundedAdapter around SameAttributes"),
+        (BoundedAdapter(BoundedAdapter(make("LinearAdapter", 4), 0.2), 0.1), "BoundedAdapter around BoundedAdapter"),
     ):
         with pytest.raises(InputError, match=words):
             save_adapter(f, tmp_path / "f")
-    f = make("Linear", 4)
+    f = make("LinearAdapter", 4)
     with torch.no_grad():
         f.weight[1, 2] = float("nan")
     with pytest.raises(InputError, match="weight must be finite, got 1 NaN"):
@@ -609,19 +617,19 @@ def damaged(path, *, about=None, state=None, drop=(), raw=None):
         (dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()), "NaN or inf"),
         (dict(about=[1]), "cannot be read"),
         (dict(about={"kind": None}), "cannot be read"),
-        (dict(about={"kind": ["LoRA"]}), "cannot be read"),
+        (dict(about={"kind": ["LoRAAdapter"]}), "cannot be read"),
         (dict(about={"sizes": 3}), "cannot be read"),
         (dict(about={"kind": "MLP"}), "kind must be one of"),
-        (dict(about={"kind": "Linear"}), "needs the sizes"),
+        (dict(about={"kind": "LinearAdapter"}), "needs the sizes"),
         (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
         (dict(about={"sizes": [["d", 4]]}), "needs the sizes"),
         (dict(about={"sizes": {"d": 18, "rank": 5, "scale": 2.0}}), "must have shape"),
         (dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.0}}), "must have shape"),
-        (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}), "make no LoRA"),
-        (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.0}}), "make no LoRA"),
+        (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
+        (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
         (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.0}}), "not those that were saved"),
-        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "make no LoRA"),
-        (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.0}}), "make no LoRA"),
+        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "no LoRAAdapter can be built"),
+        (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
         (dict(about={"fingerprint": 7}), "not those that were saved"),
         (dict(drop=["A"]), "weight A must have shape"),
         (dict(state={"C": torch.zeros(2)}), "weight C must have shape None"),
@@ -629,8 +637,8 @@ def damaged(path, *, about=None, state=None, drop=(), raw=None):
         (dict(state={"A": torch.zeros(4, 18, dtype=torch.float64)}), "one floating type"),
     ],
 )
-def test_load_refuses_every_defect(tmp_path, change, words):
-    path = damaged(save_adapter(make("LoRA", 18), tmp_path / "f.safetensors"), **change)
+def test_load_refuses_damaged_files(tmp_path, change, words):
+    path = damaged(save_adapter(make("LoRAAdapter", 18), tmp_path / "f.safetensors"), **change)
     with pytest.raises(InputError, match=words) as error:
         load_adapter(path)
     assert "; " in str(error.value) and str(path) in str(error.value)
@@ -646,13 +654,13 @@ def test_load_refuses_other_files(tmp_path):
         load_adapter(tmp_path / "plain")
 
 
-def test_load_never_unpickles(tmp_path):
-    torch.save(make("LoRA", 18), tmp_path / "f")
+def test_load_refuses_pickles(tmp_path):
+    torch.save(make("LoRAAdapter", 18), tmp_path / "f")
     with pytest.raises(InputError, match="cannot be read"):
         load_adapter(tmp_path / "f")
 
 
-def test_an_ablation_without_nothing_is_the_block():
+def test_ablated_ega_without_any_removed_part_is_released_ega():
     gen = lambda: torch.Generator().manual_seed(5)
     a, b, x = AblatedEGA(9, hidden=6, gen=gen()), ReleasedEGA(9, hidden=6, gen=gen()), rows(4, 9)
     assert torch.equal(trained(a)(x), trained(b)(x))
@@ -660,7 +668,7 @@ def test_an_ablation_without_nothing_is_the_block():
         AblatedEGA(9, without=("l2",), gen=gen())
 
 
-def test_each_part_of_an_ablation_is_missing():
+def test_ablated_ega_lacks_each_named_part():
     x = rows(20, 9)
 
     def make(*without):
@@ -673,7 +681,7 @@ def test_each_part_of_an_ablation_is_missing():
     assert (make("zero_init")(x) - x).norm(dim=1).min() > 1e-2
 
 
-def test_the_released_ablation_ends_in_two_points():
+def test_ablation_without_residual_collapses_to_two_points():
     from ega.losses import triplet
 
     torch.manual_seed(0)

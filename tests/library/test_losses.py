@@ -1,4 +1,4 @@
-"Losses: hand values, famous libraries in value and gradient, naive rewrites, invariances, degenerate batches."
+"Losses against hand-worked values, other libraries and naive formulas; invariances and degenerate batches."
 
 import math
 
@@ -52,11 +52,11 @@ def same(f, g, *inputs, atol=1e-12):
 
 
 def on_sphere(f):
-    "PML normalises inside: its gradient is the part along the sphere."
+    "pytorch-metric-learning normalises inside the loss, so its gradient is the component along the sphere."
     return lambda z: f(F.normalize(z, dim=1))
 
 
-# naive rewrites: loops over the formulas, kept here as oracles
+# loops over the formulas, kept here as references
 
 
 def naive_supcon(z, y, tau):
@@ -84,7 +84,7 @@ def naive_supcon_in(z, y, tau, mean=True):
 
 
 def official_supcontrast(z, y, tau):
-    "HobbitLong/SupContrast losses.py:69-106 with one view: max subtracted, self masked, temperature = base temperature."
+    "HobbitLong/SupContrast losses.py:69-106 with one view and equal temperatures: max subtracted, self masked."
     mask = (y[:, None] == y[None]).to(z.dtype)
     logits = z @ z.T / tau
     logits = logits - logits.max(1, keepdim=True).values.detach()
@@ -97,7 +97,7 @@ def official_supcontrast(z, y, tau):
 
 
 def released_supcon(z, y, tau):
-    "method.md section 12: denominator + 1e-8, singletons 0 but counted."
+    "The released formula: 1e-8 in the denominator; an anchor without a positive counts as 0 in the mean."
     n, total = len(z), 0
     for i in range(n):
         bottom = sum(torch.exp(z[i] @ z[k] / tau) for k in range(n) if k != i) + 1e-8
@@ -108,7 +108,7 @@ def released_supcon(z, y, tau):
 
 
 def released_icon(z, y, tau):
-    "method.md section 12: self pairs in q and in t, 1e-8 beside n_i."
+    "The released formula: self pairs in q and in t, 1e-8 added to n_i."
     n, total = len(z), 0
     for i in range(n):
         bottom = sum(torch.exp(z[i] @ z[k] / tau) for k in range(n))
@@ -120,7 +120,7 @@ def released_icon(z, y, tau):
 
 
 def released_srl(z, y, tau, lam):
-    "method.md section 12: n_i counts the anchor although its own term is 0; 1e-8 beside n_i and inside the logarithm."
+    "The released formula: n_i counts the anchor although its own term is 0; 1e-8 added to n_i and in the logarithm."
     n, attract, spread = len(z), 0, 0
     for i in range(n):
         terms = [torch.exp(z[i] @ z[j] / tau) for j in range(n)]
@@ -134,7 +134,7 @@ def released_srl(z, y, tau, lam):
 @pytest.mark.parametrize(
     "data", (A, D, B, E, batch(), batch(9, 3, 7, 1)), ids=("A", "D", "B", "E", "random", "many singletons")
 )
-def test_naive_rewrites(data, tau):
+def test_pair_losses_equal_naive_formulas(data, tau):
     "atol 1e-6 for the released forms: their 1e-8 is a part of the formula that ours leaves out."
     z, y = data
     same(lambda z: supcon(z, y, tau), lambda z: naive_supcon(z, y, tau) + 0 * z.sum(), z, atol=1e-11)
@@ -169,12 +169,12 @@ def test_naive_rewrites(data, tau):
         (nca_half_repulsion, A, (0.5, 1.0), 1.682983),
     ],
 )
-def test_hand_values(loss, data, args, value):
+def test_hand_worked_values(loss, data, args, value):
     assert abs(loss(*data, *args) - value) < 1e-5
     assert abs(loss(data[0].float(), data[1], *args) - value) < 1e-5
 
 
-def test_per_anchor_values_on_a():
+def test_supcon_of_each_anchor_on_example_a():
     "Anchor by anchor at tau .5, from the softmax over the other three rows."
     z, y = A
     mate, others = (1, 0, 3, 2), [[j for j in range(4) if j != i] for i in range(4)]
@@ -185,7 +185,7 @@ def test_per_anchor_values_on_a():
     assert abs(sum(parts) / 4 - supcon(z, y, 0.5)) < 1e-12
 
 
-def test_inside_and_outside_the_mean():
+def test_supcon_and_supcon_in_hand_worked_values():
     z, y = torch.tensor(circle_points(0, 30, 70, 100, 140, 200)), torch.tensor([0, 0, 0, 1, 1, 1])
     assert abs(supcon(z, y, 0.5) - 1.262063) < 1e-5 and abs(supcon_in(z, y, 0.5) - 1.118907) < 1e-5
 
@@ -218,7 +218,7 @@ def test_icon_leak_is_linear(leak):
     assert abs(icon(*A, 0.5, leak=0.1) - 1.044301) < 1e-5
 
 
-def test_icon_against_a_gaussian_kernel():
+def test_icon_equals_gaussian_kernel_formula():
     "The kernel of the official code with sigma, on the cosine distance and on the squared Euclidean one."
     z, y = batch()
     off = ~torch.eye(len(z), dtype=bool)
@@ -235,7 +235,7 @@ def test_icon_against_a_gaussian_kernel():
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("margin", (0.05, 0.2, 0.6))
-def test_triplet_is_torch(dtype, atol, margin):
+def test_triplet_equals_torch(dtype, atol, margin):
     a, p, n = (batch(200, 8, seed=s, dtype=dtype)[0] for s in range(3))
     same(lambda *v: triplet(*v, margin), torch.nn.TripletMarginLoss(margin=margin), a, p, n, atol=atol)
     same(
@@ -246,8 +246,8 @@ def test_triplet_is_torch(dtype, atol, margin):
     assert terms.shape == (200,) and (terms < 0).any() and abs(terms.relu().mean() - triplet(a, p, n, margin)) < atol
 
 
-def test_triplet_at_the_margin():
-    "Where the argument of the hinge is exactly 0, the gradient is that of torch's clamp: whole in 2.13, none in 2.15."
+def test_triplet_gradient_at_the_margin_equals_torch():
+    "Where the argument of the hinge is exactly 0, the gradient is that of torch's clamp: 1 in torch 2.13, 0 in 2.15."
     corner = torch.zeros(1, requires_grad=True)
     corner.clamp(min=0).sum().backward()
     a, p, n = (batch(200, 8, seed=s)[0][:, None] for s in range(3))  # 200 batches of one triplet
@@ -264,7 +264,7 @@ def test_triplet_at_the_margin():
     assert hits >= 10
 
 
-def test_diagonal_needs_a_finite_fill():
+def test_infinite_diagonal_would_make_icon_nan():
     "0 * log q stays 0 on the masked diagonal; with -inf ICon's cross-entropy would be NaN on every batch."
     z, y = batch(5)
     logq = (z @ z.T).fill_diagonal_(-torch.inf).log_softmax(1)
@@ -272,7 +272,7 @@ def test_diagonal_needs_a_finite_fill():
 
 
 def test_triplet_against_pytorch_metric_learning():
-    "PML takes every triplet of the batch and means over the active ones; its distance has no eps (hence 1e-5)."
+    "PML averages over the active ones of all triplets of the batch; its distance has no eps, hence the tolerance 1e-5."
     losses = pytest.importorskip("pytorch_metric_learning.losses")
     z, y = batch(12, 4, 3)
     a, p, n = zip(
@@ -293,8 +293,8 @@ def test_triplet_against_pytorch_metric_learning():
     same(on_sphere(ours), lambda z: losses.TripletMarginLoss(margin=0.05)(z, y), z, atol=1e-5)
 
 
-def test_triplet_geometry():
-    "Three pushes of sum 0, unit vectors at p and n; loss m at collapse; d(u, u) = eps sqrt(d); 0 without triplets."
+def test_triplet_gradient_norms_and_degenerate_triplets():
+    "Gradients sum to 0, unit vectors at p and n; loss m for equal rows; d(u, u) = eps sqrt(d); 0 without triplets."
     a, p, n = (batch(50, 5, seed=s)[0] for s in range(3))
     _, (ga, gp, gn) = value_and_grad(lambda *v: triplet(*v, 5.0), a, p, n)  # margin 5: all active
     assert (
@@ -315,14 +315,14 @@ def test_triplet_geometry():
     loss = triplet(z, z, z)
     assert loss == 0 and torch.autograd.grad(loss, z)[0].shape == (0, 5)
     _, (g,) = value_and_grad(lambda z: triplet(z, z, z), a)
-    assert g.isfinite().all() and g.abs().max() < 1e-12  # p = n = a: the pushes cancel
+    assert g.isfinite().all() and g.abs().max() < 1e-12  # p = n = a: the gradients cancel
 
 
 # pytorch-metric-learning
 
 
 def test_supcon_against_pytorch_metric_learning():
-    "PML means over non-zero losses: equal when every anchor has a positive, N/(anchors with one) times ours otherwise."
+    "PML averages over non-zero losses: equal when every anchor has a positive, else N / (anchors with one) times ours."
     losses = pytest.importorskip("pytorch_metric_learning.losses")
     z, _ = batch()
     y = torch.arange(24) % 5
@@ -392,14 +392,14 @@ def test_proxy_anchor_against_pytorch_metric_learning():
     )
 
 
-def test_proxy_hand_values():
+def test_proxy_losses_hand_worked_values():
     assert abs(cosface(*A, P[0]) - 3.703776) < 1e-5 and abs(cosface(*A, P[0], margin=0, tau=1 / 18) - 0.005944) < 1e-5
     assert abs(proxy_anchor(*A, P[0]) - 15.341110) < 1e-5 and abs(proxy_anchor(*A, P[0], tau=1.0) - 1.837601) < 1e-5
     for f in PROXIES:
         assert abs(f(*A, 7 * P[0]) - f(*A, P[0])) < 1e-12
 
 
-def test_proxy_anchor_by_loops():
+def test_proxy_anchor_equals_naive_formula():
     z, y = batch(10, 3, 4)
     w = F.normalize(torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1)
 
@@ -422,12 +422,12 @@ def test_proxy_anchor_by_loops():
 
 @pytest.mark.parametrize("loss", PAIRS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("tau", (1.0, 0.1))
-def test_gradcheck_pairs(loss, tau):
+def test_gradcheck_pair_losses(loss, tau):
     for z, y in (A, D, batch(7, 3, 3)):
         assert torch.autograd.gradcheck(lambda z: loss(z, y, tau), z.clone().requires_grad_())
 
 
-def test_gradcheck_others():
+def test_gradcheck_other_losses():
     z, y = batch(7, 3, 3)
     w = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     a, p, n = (batch(9, 4, seed=s)[0].requires_grad_() for s in range(3))
@@ -442,8 +442,8 @@ def test_gradcheck_others():
 
 
 @pytest.mark.parametrize("lam", (0.0, 0.5, 1.0))
-def test_half_repulsion_never_stops(lam):
-    "N dL/ds = lam q - r: each row sums to lam - 1; on E at tau .1 that is -.25 a positive pair, where SupCon has -3.6e-6."
+def test_half_repulsion_gradient_does_not_vanish(lam):
+    "N dL/ds = lam q - r: each row sums to lam - 1; on E at tau .1, -.25 a positive pair, where SupCon has -3.6e-6."
     z, y = E
     off = ~torch.eye(12, dtype=bool)
     pos = (y[:, None] == y[None]) & off
@@ -462,35 +462,38 @@ def test_half_repulsion_never_stops(lam):
 
 
 @pytest.mark.parametrize("loss", PAIRS, ids=lambda f: f.__name__)
-def test_invariances_pairs(loss):
+def test_invariances_of_pair_losses(loss):
     "Rotating all rows, permuting the batch and renaming the classes change nothing."
     z, y = batch()
     gen = torch.Generator().manual_seed(1)
-    turn = torch.linalg.qr(torch.randn(6, 6, generator=gen, dtype=torch.float64))[0]
+    rotation = torch.linalg.qr(torch.randn(6, 6, generator=gen, dtype=torch.float64))[0]
     order = torch.randperm(24, generator=gen)
     expected = loss(z, y, 0.2)
-    assert abs(loss(z @ turn, y, 0.2) - expected) < 1e-12 and abs(loss(z[order], y[order], 0.2) - expected) < 1e-12
+    assert abs(loss(z @ rotation, y, 0.2) - expected) < 1e-12 and abs(loss(z[order], y[order], 0.2) - expected) < 1e-12
     assert abs(loss(z, torch.tensor([7, 100, 0, 3, 2])[y], 0.2) - expected) < 1e-12
     _, (g,) = value_and_grad(lambda v: loss(v, y, 0.2), z)
-    _, (turned,) = value_and_grad(lambda v: loss(v, y, 0.2), z @ turn)
-    assert torch.allclose(g @ turn, turned, atol=1e-12)
+    _, (rotated,) = value_and_grad(lambda v: loss(v, y, 0.2), z @ rotation)
+    assert torch.allclose(g @ rotation, rotated, atol=1e-12)
 
 
-def test_invariances_others():
+def test_invariances_of_other_losses():
     z, y = batch()
     gen = torch.Generator().manual_seed(1)
-    turn, w = (
+    rotation, w = (
         torch.linalg.qr(torch.randn(6, 6, generator=gen, dtype=torch.float64))[0],
         torch.randn(5, 6, generator=gen, dtype=torch.float64),
     )
     order, rename = torch.randperm(24, generator=gen), torch.tensor([4, 2, 0, 1, 3])
     for f in PROXIES:
-        assert abs(f(z @ turn, y, w @ turn) - f(z, y, w)) < 1e-10 and abs(f(z[order], y[order], w) - f(z, y, w)) < 1e-10
+        assert (
+            abs(f(z @ rotation, y, w @ rotation) - f(z, y, w)) < 1e-10
+            and abs(f(z[order], y[order], w) - f(z, y, w)) < 1e-10
+        )
         assert abs(f(z, rename[y], w[rename.argsort()]) - f(z, y, w)) < 1e-10
     a, p, n = (batch(30, 6, seed=s)[0] for s in range(3))
-    assert abs(triplet(a @ turn, p @ turn, n @ turn) - triplet(a, p, n)) < 1e-5  # eps is not turned along
+    assert abs(triplet(a @ rotation, p @ rotation, n @ rotation) - triplet(a, p, n)) < 1e-5  # eps does not rotate
     assert (
-        abs(displacement_penalty(a @ turn, p @ turn) - displacement_penalty(a, p)) < 1e-12
+        abs(displacement_penalty(a @ rotation, p @ rotation) - displacement_penalty(a, p)) < 1e-12
         and abs(displacement_penalty(a, p) - (2 - 2 * (a * p).sum(1).mean())) < 1e-12
     )
 
@@ -505,7 +508,7 @@ def tangent(loss, z, y, *args):
 
 
 EQUAL = torch.ones(3, 2).double() / 2**0.5
-TABLE = [  # baselines.md section 2.5 at tau .5, lambda .5: (value, gradient norm) of supcon, icon_self_included, nca_half_repulsion
+TABLE = [  # at tau .5, lambda .5: (value, gradient norm) of supcon, icon_self_included, nca_half_repulsion
     ("A, one label", A[0], torch.zeros(4, dtype=int), (1.534494, 0.171004), (0.671255, 0.421019), (0.641377, 0.417637)),
     ("A, four labels", A[0], torch.arange(4), (0, 0), (0.524055, 0.329871), (19.165599, 0.417637)),
     ("B", *B, (math.log(2), 0), (math.log((math.e**2 + 2) / 3) - 2 / 3, 0.740812), (0.752039, 0.816497)),
@@ -514,7 +517,7 @@ TABLE = [  # baselines.md section 2.5 at tau .5, lambda .5: (value, gradient nor
 
 
 @pytest.mark.parametrize("name, z, y, of_supcon, of_icon, of_half", TABLE, ids=[t[0] for t in TABLE])
-def test_degenerate_table(name, z, y, of_supcon, of_icon, of_half):
+def test_degenerate_batches(name, z, y, of_supcon, of_icon, of_half):
     for loss, expected in (
         (supcon, of_supcon),
         (icon, of_supcon),
@@ -528,8 +531,8 @@ def test_degenerate_table(name, z, y, of_supcon, of_icon, of_half):
         assert tangent(nca_half_repulsion, z, y, 0.5, 1.0) == pytest.approx((math.log(3), 0), abs=1e-5)
 
 
-def test_all_distinct():
-    "No positive anywhere: the losses of pairs are 0 with gradient 0; the released ones are not."
+def test_batch_without_positives():
+    "Without any positive, SupCon, ICon and NCA are 0 with gradient 0; the released losses are not."
     z, y = batch(6, 4)[0], torch.arange(6)
     for f in (supcon, supcon_in, icon, nca):
         assert tangent(f, z, y, 0.5) == (0, 0)
@@ -539,7 +542,7 @@ def test_all_distinct():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-def test_one_row(dtype):
+def test_batch_of_one_row(dtype):
     z, y = batch(1, 4, dtype=dtype)
     for f in PAIRS:
         value, (g,) = value_and_grad(lambda z: f(z, y, 0.07), z)
@@ -571,7 +574,7 @@ def test_finite_in_float32(tau, name):
     ]
     calls += [
         ("triplet", lambda z: triplet(z, z, z.flip(0))),
-        ("preserve", lambda z: displacement_penalty(z, z.detach())),
+        ("displacement_penalty", lambda z: displacement_penalty(z, z.detach())),
     ]
     for called, f in calls:
         value, (g,) = value_and_grad(f, z)
@@ -588,7 +591,7 @@ def test_float32_agrees_with_float64_at_small_tau(loss):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
 def test_dtype_in_is_dtype_out(dtype):
     z, y = batch(dtype=dtype)
-    w = torch.eye(6).to(dtype)  # eye itself knows bfloat16 from torch 2.3 on
+    w = torch.eye(6).to(dtype)  # torch.eye takes bfloat16 only from torch 2.3 on
     for value in (
         *(f(z, y, 0.1) for f in PAIRS),
         *(f(z, y, w) for f in PROXIES),
@@ -598,7 +601,7 @@ def test_dtype_in_is_dtype_out(dtype):
         assert value.shape == () and value.dtype == dtype and value.isfinite()
 
 
-def test_determinism_and_purity():
+def test_losses_are_deterministic_and_change_no_input():
     z, y = batch(dtype=torch.float32)
     kept, labels, state = z.clone(), y.clone(), torch.get_rng_state()
     for f in PAIRS:
@@ -608,7 +611,7 @@ def test_determinism_and_purity():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_cuda_agrees():
+def test_cuda_equals_cpu():
     z, y = batch()
     w = torch.eye(6).double()
     for f in PAIRS:
@@ -633,6 +636,6 @@ def test_cuda_agrees():
         (lambda z, y: triplet(z, z, z[:1]), r"one shape \(T, d\)"),
     ],
 )
-def test_refusals(call, words):
+def test_bad_arguments_are_refused(call, words):
     with pytest.raises(InputError, match=words):
         call(*A)

@@ -1,4 +1,4 @@
-"Samplers against counting and brute force, rho against its definition, at the sizes of the paper."
+"Triplet samplers against counting, the active ratio against its definition."
 
 import numpy as np
 import pytest
@@ -23,30 +23,30 @@ def gen(seed=0):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_class_index_finds_every_row(seed):
+def test_class_index_against_search(seed):
     y = torch.from_numpy(np.random.default_rng(seed).integers(0, 9, 200) * 3)
     i = class_index(y)
     for c, label in enumerate(torch.unique(y)):
         rows = i.order[i.start[c] : i.start[c] + i.count[c]]
         assert torch.equal(rows, torch.nonzero(y == label)[:, 0])
-        assert torch.equal(i.place[rows], torch.arange(len(rows))) and (i.member[rows] == c).all()
+        assert torch.equal(i.rank_in_class[rows], torch.arange(len(rows))) and (i.class_id[rows] == c).all()
 
 
-@pytest.mark.parametrize("draw", ["whole", "batch"])
-def test_triplets_are_legal(draw):
+@pytest.mark.parametrize("draw", ["dataset", "batch"])
+def test_triplets_have_a_positive_and_a_negative(draw):
     y = torch.from_numpy(np.random.default_rng(0).integers(0, 40, 256))
     index, g = class_index(y), gen()
     for _ in range(50):
         t = (
             random_dataset_triplets(index, torch.arange(256), gen=g)
-            if draw == "whole"
+            if draw == "dataset"
             else random_batch_triplets(y, gen=g)
         )
         assert (t.a != t.p).all() and (y[t.a] == y[t.p]).all() and (y[t.a] != y[t.n]).all()
 
 
-def test_whole_set_negatives_are_uniform_over_classes_not_rows():
-    "Class 1 has 90 rows, class 2 has 10: the released sampler draws both equally often."
+def test_dataset_negatives_are_uniform_over_classes_not_rows():
+    "Class 1 has 90 rows, class 2 has 10: both are drawn equally often, as in the released code."
     y = torch.tensor([0] * 5 + [1] * 90 + [2] * 10)
     index, g = class_index(y), gen()
     n = torch.cat([random_dataset_triplets(index, torch.zeros(1000, dtype=torch.long), gen=g).n for _ in range(20)])
@@ -54,7 +54,7 @@ def test_whole_set_negatives_are_uniform_over_classes_not_rows():
     assert abs(share - 0.5) < 4 * (0.25 / 20000) ** 0.5
 
 
-def test_anchors_without_a_partner_are_left_out():
+def test_anchors_without_positive_or_negative_are_left_out():
     y = torch.tensor([0, 0, 1, 2, 2, 2])
     assert 2 not in random_dataset_triplets(class_index(y), torch.arange(6), gen=gen()).a
     assert 2 not in random_batch_triplets(y, gen=gen()).a
@@ -62,17 +62,17 @@ def test_anchors_without_a_partner_are_left_out():
     assert len(random_batch_triplets(torch.arange(4), gen=gen()).a) == 0  # all distinct: no positive
 
 
-def test_an_anchor_may_be_its_own_positive_when_asked():
-    "As in the released code: uniform over its class, itself among them; a row alone in its class is then its own positive."
+def test_self_positive_lets_an_anchor_be_its_own_positive():
+    "The positive is uniform over the class, the anchor included; a row alone in its class is then its own positive."
     y = torch.tensor([0] * 4 + [1] * 10 + [2])
     index, g, own = class_index(y), gen(), torch.zeros(20_000, dtype=torch.long)
-    t, legal = sample_dataset_triplets(index, own, draw_dataset_uniforms(len(own), g), self_positive=True)
+    t, valid = sample_dataset_triplets(index, own, draw_dataset_uniforms(len(own), g), self_positive=True)
     share = torch.bincount(t.p, minlength=15).double()[:4] / len(own)
-    assert legal.all() and (abs(share - 0.25) < 4 * (0.25 * 0.75 / len(own)) ** 0.5).all() and (y[t.n] != 0).all()
+    assert valid.all() and (abs(share - 0.25) < 4 * (0.25 * 0.75 / len(own)) ** 0.5).all() and (y[t.n] != 0).all()
     lone = torch.tensor([14])
     for allowed in (False, True):
-        t, legal = sample_dataset_triplets(index, lone, draw_dataset_uniforms(1, g), self_positive=allowed)
-        assert bool(legal) == allowed and (not allowed or t.p == lone)
+        t, valid = sample_dataset_triplets(index, lone, draw_dataset_uniforms(1, g), self_positive=allowed)
+        assert bool(valid) == allowed and (not allowed or t.p == lone)
 
 
 def test_one_class_is_refused():
@@ -90,23 +90,23 @@ def test_same_generator_same_triplets():
         assert not all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(4))))
 
 
-def test_rho_counts_open_hinges_strictly():
+def test_active_ratio_counts_positive_hinges():
     r = active_ratio(torch.tensor([-0.1, 0.0, 1e-9, 0.3]))
     assert r.rho == 0.5 and r.n == 4 and r.low < 0.5 < r.high
 
 
-def test_rho_of_nothing_is_unknown():
+def test_active_ratio_without_triplets_is_nan():
     assert np.isnan(active_ratio(torch.empty(0)).rho)
 
 
-def test_wilson_interval_is_scipys():
-    for open_, n in ((7, 200), (0, 50), (50, 50)):
-        ci = binomtest(open_, n).proportion_ci(method="wilson")
-        r = active_ratio(torch.tensor([1.0] * open_ + [-1.0] * (n - open_)), z=1.959963984540054)
+def test_wilson_interval_equals_scipy():
+    for active, n in ((7, 200), (0, 50), (50, 50)):
+        ci = binomtest(active, n).proportion_ci(method="wilson")
+        r = active_ratio(torch.tensor([1.0] * active + [-1.0] * (n - active)), z_score=1.959963984540054)
         assert np.allclose((r.low, r.high), ci, atol=1e-9)
 
 
-def test_rho_falls_with_the_margin_and_open_triplets_alone_have_gradient():
+def test_active_ratio_grows_with_margin_and_only_active_triplets_have_gradient():
     y = torch.arange(300) % 10
     z = torch.nn.functional.normalize(
         torch.randn(300, 32, generator=gen(), dtype=torch.float64), dim=1
@@ -117,8 +117,8 @@ def test_rho_falls_with_the_margin_and_open_triplets_alone_have_gradient():
     )
     (g,) = torch.autograd.grad(triplet(z[t.a], z[t.p], z[t.n], 0.01), z)
     d = torch.nn.functional.pairwise_distance
-    open_ = d(z[t.a], z[t.p]) - d(z[t.a], z[t.n]) + 0.01 > 0
-    touched = torch.zeros(300, dtype=torch.bool)
+    active = d(z[t.a], z[t.p]) - d(z[t.a], z[t.n]) + 0.01 > 0
+    has_gradient = torch.zeros(300, dtype=torch.bool)
     for part in t:
-        touched[part[open_]] = True
-    assert (g[~touched] == 0).all() and (g[touched].abs().sum(1) > 0).all()
+        has_gradient[part[active]] = True
+    assert (g[~has_gradient] == 0).all() and (g[has_gradient].abs().sum(1) > 0).all()

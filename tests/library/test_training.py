@@ -1,4 +1,4 @@
-"The loop against torch by hand, its determinism, its checkpoints under a real kill."
+"The training loop against plain PyTorch, its determinism, its checkpoints after a kill, stacked runs."
 
 import os
 import signal
@@ -18,10 +18,10 @@ from ega.losses import cosface, icon, icon_self_included, nca_half_repulsion, su
 from ega.sparsity import class_index, random_dataset_triplets
 from ega.training import (
     TrainConfig,
-    _Stack,
+    _StackedRuns,
     batch_triplet_objective,
-    cosine_schedule,
     dataset_triplet_objective,
+    lr_factor,
     pairwise_objective,
     proxy_objective,
     train,
@@ -30,24 +30,27 @@ from ega.training import (
 )
 
 
-def data(n=150, d=20, classes=5, seed=0):
+def make_data(n=150, d=20, classes=5, seed=0):
     rng = np.random.default_rng(seed)
     y = np.arange(n) % classes
     return normalize(rng.normal(size=(n, d)) + rng.normal(size=(classes, d))[y]), y
 
 
-def bits(adapter):
+def weights_hash(adapter):
     return hash_arrays(*(v.numpy() for v in adapter.state_dict().values()))
 
 
-def fit(objective, x, y, make=ReleasedEGA, seed=0, config=TrainConfig(epochs=6, batch_size=32, lr=1e-3), **kw):
+SHORT = TrainConfig(epochs=6, batch_size=32, lr=1e-3)
+
+
+def fit(objective, x, y, make=ReleasedEGA, seed=0, config=SHORT, **kw):
     s = spawn_rngs(seed)
     adapter = make(
         x.shape[1],
         **({} if make is LinearAdapter else {"rank": 4} if make is LoRAAdapter else {"hidden": 16}),
         gen=torch_generator(s.init),
     )
-    return adapter, train(adapter, objective, x, y, streams=s, config=config, device="cpu", **kw)
+    return adapter, train(adapter, objective, x, y, rngs=s, config=config, device="cpu", **kw)
 
 
 def objectives(y):
@@ -60,9 +63,9 @@ def objectives(y):
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
-def test_the_loop_is_adamw_with_its_schedule_by_hand(kind):
+def test_train_equals_a_plain_pytorch_loop(kind):
     "A plain loop with torch's scheduler and the same generators gives the same weights."
-    x, y = data()
+    x, y = make_data()
     config, s = TrainConfig(epochs=4, batch_size=64, lr=1e-3, schedule=kind), spawn_rngs(1)
     ours, _ = fit(pairwise_objective(supcon), x, y, seed=1, config=config)
     theirs = ReleasedEGA(20, hidden=16, gen=torch_generator(s.init))
@@ -83,15 +86,15 @@ def test_the_loop_is_adamw_with_its_schedule_by_hand(kind):
 
 
 ADAPTERS = {
-    "ega": lambda g: PaperEGA(20, hidden=16, gen=g),
+    "ega_paper": lambda g: PaperEGA(20, hidden=16, gen=g),
     "ega_released": lambda g: ReleasedEGA(20, hidden=16, gen=g),
     "lora": lambda g: LoRAAdapter(20, rank=6, gen=g),
     "linear": lambda g: LinearAdapter(20),
 }
 
 
-def stirred(kind):
-    "An adapter in float64 whose weights are all away from their start."
+def changed(kind):
+    "An adapter in float64 with all weights changed from their initial values."
     adapter = ADAPTERS[kind](torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         [
@@ -102,16 +105,16 @@ def stirred(kind):
 
 
 def gradient(adapter, objective, x, y, rows, seed, whole):
-    "The step, and the gradient of all weights as one vector, with the whole graph or leaving out rows."
+    "The step's output, and the gradient of all weights as one vector, with or without skipping rows (`whole`)."
     step = objective(adapter.train(not whole), x, y, rows, torch.Generator().manual_seed(seed))
     return step, torch.cat([g.flatten() for g in torch.autograd.grad(step.loss, adapter.parameters())])
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(whole):
-    x, y = data()
+def test_dataset_triplet_gradient_equals_forwarding_every_row_of_every_triplet(whole):
+    x, y = make_data()
     tx, ty, rows = torch.tensor(x).double(), torch.tensor(y), torch.arange(50)
-    index, adapter = class_index(ty), stirred("ega_released")
+    index, adapter = class_index(ty), changed("ega_released")
     t = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(5))
     _, ours = gradient(adapter, dataset_triplet_objective(0.3, index), tx, ty, rows, 5, whole)
     hand = torch.nn.TripletMarginLoss(margin=0.3)(*(adapter.eval()(tx[i]) for i in t))
@@ -122,10 +125,10 @@ def test_whole_set_gradient_equals_forwarding_every_row_of_every_triplet(whole):
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("margin", [0.001, 0.2, 1.0])
-def test_leaving_out_rows_has_the_gradient_of_the_whole_graph(kind, margin):
-    "In float64, over batches with few, some and nearly all hinges open."
-    x, y = data()
-    tx, ty, adapter = torch.tensor(x).double(), torch.tensor(y), stirred(kind)
+def test_skipping_rows_does_not_change_the_gradient(kind, margin):
+    "In float64, over batches with few, some and nearly all triplets active."
+    x, y = make_data()
+    tx, ty, adapter = torch.tensor(x).double(), torch.tensor(y), changed(kind)
     for objective in (
         batch_triplet_objective(margin),
         dataset_triplet_objective(margin, class_index(ty)),
@@ -143,36 +146,36 @@ def test_leaving_out_rows_has_the_gradient_of_the_whole_graph(kind, margin):
             )
 
 
-def test_the_backward_pass_multiplies_the_touched_rows_alone(monkeypatch):
-    "One open triplet of 40 rows: three rows reach the products; a batch of shut triplets: none, and a gradient of zeros."
+def test_backward_pass_uses_only_rows_with_gradient(monkeypatch):
+    "One active triplet among 40 rows: three rows enter the matrix products; without an active triplet: none."
     from ega import adapters
 
-    seen, touched = [], adapters._touched
+    counts, rows_with_gradient = [], adapters._rows_with_gradient
 
     def counted(g):
-        rows = touched(g)
-        seen.append(len(g[rows]))
+        rows = rows_with_gradient(g)
+        counts.append(len(g[rows]))
         return rows
 
-    monkeypatch.setattr(adapters, "_touched", counted)
-    adapter, x = stirred("ega_paper"), torch.tensor(data()[0]).double()[:40]
+    monkeypatch.setattr(adapters, "_rows_with_gradient", counted)
+    adapter, x = changed("ega_paper"), torch.tensor(make_data()[0]).double()[:40]
     z = adapter.train()(x)
     for margin, rows in ((2.0, 3), (-2.0, 0)):
         (z[0] - z[1]).norm().sub((z[0] - z[2]).norm()).add(margin).relu().backward(retain_graph=True)
-        assert set(seen) == {rows}
-        seen.clear()
+        assert set(counts) == {rows}
+        counts.clear()
 
 
 @pytest.mark.parametrize("name", ["batch", "dataset", "supcon", "preserve"])
-def test_same_seed_same_bits(name):
-    x, y = data()
-    a, b, c = (bits(fit(objectives(y)[name], x, y, seed=s)[0]) for s in (3, 3, 4))
+def test_same_seed_gives_the_same_bits(name):
+    x, y = make_data()
+    a, b, c = (weights_hash(fit(objectives(y)[name], x, y, seed=s)[0]) for s in (3, 3, 4))
     assert a == b != c
 
 
 @pytest.mark.parametrize("make", [PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter])
 def test_every_adapter_trains_and_keeps_unit_rows(make):
-    x, y = data()
+    x, y = make_data()
     adapter, history = fit(
         pairwise_objective(supcon), x, y, make=make, config=TrainConfig(epochs=10, batch_size=64, lr=3e-3)
     )
@@ -185,21 +188,21 @@ def test_every_adapter_trains_and_keeps_unit_rows(make):
     assert len(history.loss) == len(history.rho) == 30 and not adapter.training
 
 
-def test_global_random_state_is_neither_read_nor_touched():
-    x, y = data()
+def test_global_random_state_is_neither_read_nor_changed():
+    x, y = make_data()
     torch.manual_seed(0)
     np.random.seed(0)
-    first, state = bits(fit(batch_triplet_objective(0.2), x, y)[0]), torch.random.get_rng_state()
+    first, state = weights_hash(fit(batch_triplet_objective(0.2), x, y)[0]), torch.random.get_rng_state()
     torch.manual_seed(9)
     np.random.seed(9)
-    assert bits(fit(batch_triplet_objective(0.2), x, y)[0]) == first
+    assert weights_hash(fit(batch_triplet_objective(0.2), x, y)[0]) == first
     torch.manual_seed(0)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_batches_without_a_triplet_move_only_by_decay():
+def test_batches_without_triplets_have_loss_and_rho_zero():
     "Batches of 2 rows among 40 classes: most hold no positive; loss 0, rho 0, finite weights."
-    x, y = data(80, classes=40)
+    x, y = make_data(80, classes=40)
     adapter, history = fit(batch_triplet_objective(0.2), x, y, config=TrainConfig(epochs=2, batch_size=2))
     assert (
         np.isfinite(history.loss).all()
@@ -208,14 +211,14 @@ def test_batches_without_a_triplet_move_only_by_decay():
     )
 
 
-def test_n_smaller_than_the_batch_and_a_short_last_batch():
+def test_fewer_rows_than_a_batch_and_a_short_last_batch():
     for n in (10, 33):
-        x, y = data(n, classes=3)
+        x, y = make_data(n, classes=3)
         assert len(fit(pairwise_objective(supcon), x, y)[1].loss) == 6 * -(-n // 32)
 
 
 def test_bad_input_is_refused_before_the_first_step():
-    x, y = data()
+    x, y = make_data()
     for change, words in (
         (dict(y=y[:-1]), "one label a row"),
         (dict(y=np.zeros(150, int)), "at least 2 classes"),
@@ -226,7 +229,7 @@ def test_bad_input_is_refused_before_the_first_step():
             fit(pairwise_objective(supcon), **({"x": x, "y": y} | change))
     with pytest.raises(InputError, match="epochs must be an integer >= 1"):
         TrainConfig(epochs=0)
-    with pytest.raises(InputError, match="batch must be an integer >= 2, got 2.5"):
+    with pytest.raises(InputError, match="batch_size must be an integer >= 2, got 2.5"):
         TrainConfig(batch_size=2.5)
     with pytest.raises(InputError, match="lr must be >= 0"):
         TrainConfig(lr=float("nan"))
@@ -234,8 +237,8 @@ def test_bad_input_is_refused_before_the_first_step():
         TrainConfig(schedule="linear")
 
 
-def test_proxies_start_at_class_means_and_are_trained_beside_the_adapter():
-    x, y = data()
+def test_proxies_start_at_class_means_and_are_trained_with_the_adapter():
+    x, y = make_data()
     tx, ty = torch.tensor(x), torch.tensor(7 - 2 * y)  # labels need not be 0..C-1, nor in order
     objective = proxy_objective(cosface, class_index(ty), tx)
     start = objective.parameters[0].detach().clone()
@@ -250,11 +253,11 @@ def test_proxies_start_at_class_means_and_are_trained_beside_the_adapter():
     step = (objective.parameters[0] - start).abs()
     assert (
         torch.allclose(step.max(), torch.tensor(0.1), rtol=0.01) and len(history.loss) == 1
-    )  # AdamW's first step: pace x lr
+    )  # AdamW's first step: PROXY_LR_MULTIPLIER x lr
 
 
-def test_a_diverging_loss_stops_with_the_learning_rate_named():
-    x, y = data()
+def test_a_diverging_loss_raises_and_names_the_learning_rate():
+    x, y = make_data()
 
     def blows_up(z, y):
         return (z * float("inf")).sum()
@@ -263,10 +266,9 @@ def test_a_diverging_loss_stops_with_the_learning_rate_named():
         fit(pairwise_objective(blows_up), x, y)
 
 
-def test_cosine_begins_at_one_and_never_reaches_zero():
-    assert (
-        cosine_schedule(0, 10) == 1 and 0 < cosine_schedule(9, 10) < 0.03 and abs(cosine_schedule(5, 10) - 0.5) < 1e-12
-    )
+def test_cosine_schedule_starts_at_one_and_stays_positive():
+    config = TrainConfig(epochs=10)
+    assert lr_factor(config, 0) == 1 and 0 < lr_factor(config, 9) < 0.03 and abs(lr_factor(config, 5) - 0.5) < 1e-12
 
 
 OBJECTIVES = {
@@ -278,18 +280,20 @@ KILLED = textwrap.dedent("""
     import sys, time
     sys.path.insert(0, {tests!r})
     from test_training import *
-    x, y = data()
-    plain = OBJECTIVES[{name!r}](x, y)
-    def slow(*a, **k): time.sleep(.02); return plain.step(*a, **k)
-    objective = Objective(slow, plain.numbers, plain.parameters)
-    adapter, history = fit(objective, x, y, config=TrainConfig(epochs=12, batch_size=32, lr=1e-3), checkpoint={path!r}, every=0)
-    print(bits(adapter), len(history.loss))
+    from ega.training import Objective
+    x, y = make_data()
+    original = OBJECTIVES[{name!r}](x, y)
+    def slow(*a, **k): time.sleep(.02); return original.step(*a, **k)
+    objective = Objective(slow, original.draw, original.parameters)
+    config = TrainConfig(epochs=12, batch_size=32, lr=1e-3)
+    adapter, history = fit(objective, x, y, config=config, checkpoint={path!r}, checkpoint_interval=0)
+    print(weights_hash(adapter), len(history.loss))
 """)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_kill_9_and_resume_gives_the_same_bits(tmp_path, name):
-    x, y = data()
+def test_training_resumes_after_kill_with_the_same_bits(tmp_path, name):
+    x, y = make_data()
     whole, history = fit(OBJECTIVES[name](x, y), x, y, config=TrainConfig(epochs=12, batch_size=32, lr=1e-3))
     path = tmp_path / "run.safetensors"
     code = KILLED.format(tests=os.path.dirname(__file__), path=str(path), name=name)
@@ -308,7 +312,7 @@ def test_kill_9_and_resume_gives_the_same_bits(tmp_path, name):
         text=True,
         check=True,
     )
-    assert done.stdout.split() == [bits(whole), str(len(history.loss))] and not path.exists()
+    assert done.stdout.split() == [weights_hash(whole), str(len(history.loss))] and not path.exists()
 
 
 STACKED = {
@@ -324,10 +328,10 @@ SETTINGS = {"margin": [0.05, 0.2, 0.9], "lam": [0.0, 2.0, 0.5]}
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", STACKED)
-def test_a_stacked_step_has_the_value_and_gradient_of_solo_steps(kind, name):
-    "In float64, three runs with their own rows, weights, margin, lam and numbers."
-    sets = [data(n, seed=i) for i, n in enumerate((60, 55, 50))]
-    adapters = [stirred(kind) for _ in sets]
+def test_a_stacked_step_equals_single_steps_in_value_and_gradient(kind, name):
+    "In float64, three runs with their own rows, weights, margin, lam and random numbers."
+    sets = [make_data(n, seed=i) for i, n in enumerate((60, 55, 50))]
+    adapters = [changed(kind) for _ in sets]
     for i, a in enumerate(adapters):
         with torch.no_grad():
             [p.mul_(1 + i / 4) for p in a.parameters()]
@@ -336,7 +340,7 @@ def test_a_stacked_step_has_the_value_and_gradient_of_solo_steps(kind, name):
         [torch.randperm(50, generator=torch.Generator().manual_seed(i))[:32] for i in range(3)],
         [torch.Generator().manual_seed(9 + i) for i in range(3)],
     )
-    stack = _Stack(
+    stack = _StackedRuns(
         adapters,
         rows,
         labels,
@@ -362,12 +366,12 @@ def test_a_stacked_step_has_the_value_and_gradient_of_solo_steps(kind, name):
 
 
 def many(stacked, sizes=(150, 140, 150), seeds=(0, 1, 2), make=ReleasedEGA, name="dataset", **change):
-    s, sets = [spawn_rngs(i) for i in seeds], [data(n, seed=7) for n in sizes]
+    s, sets = [spawn_rngs(i) for i in seeds], [make_data(n, seed=7) for n in sizes]
     adapters = [make(20, hidden=16, gen=torch_generator(i.init)) for i in s]
     args = (
         dict(
             settings=SETTINGS,
-            streams=s,
+            rngs=s,
             config=TrainConfig(epochs=4, batch_size=32, lr=1e-3),
             device="cpu",
             stacked=stacked,
@@ -378,8 +382,8 @@ def many(stacked, sizes=(150, 140, 150), seeds=(0, 1, 2), make=ReleasedEGA, name
 
 
 @pytest.mark.parametrize("name", ["batch", "dataset", "supcon"])
-def test_stacked_runs_end_where_solo_runs_end(name):
-    "Also when the last batches differ in length (150 and 140 rows in batches of 32); another seed ends elsewhere."
+def test_stacked_runs_equal_single_runs(name):
+    "Also when the last batches differ in length (150 and 140 rows in batches of 32); another seed gives other rows."
     (a, ha, sets), (b, hb, _), (c, _, _) = (
         many(False, name=name),
         many(True, name=name),
@@ -392,8 +396,8 @@ def test_stacked_runs_end_where_solo_runs_end(name):
     assert np.abs(z[1][2] - z[2][2]).max() > 1e-3 and not b[0].training
 
 
-def test_objectives_with_weights_of_their_own_do_not_stack():
-    x, y = data()
+def test_objectives_with_own_parameters_cannot_be_stacked():
+    x, y = make_data()
     s = [spawn_rngs(i) for i in range(2)]
 
     def proxies(index):
@@ -406,7 +410,7 @@ def test_objectives_with_weights_of_their_own_do_not_stack():
             [x] * 2,
             [y] * 2,
             settings={},
-            streams=s,
+            rngs=s,
             stacked=True,
             device="cpu",
         )
@@ -420,7 +424,7 @@ def test_runs_that_cannot_share_their_steps_are_refused():
     for words, change in cases.items():
         with pytest.raises(InputError, match=words):
             many(True, **change)
-    s, (x, y) = [spawn_rngs(0), spawn_rngs(1)], data()
+    s, (x, y) = [spawn_rngs(0), spawn_rngs(1)], make_data()
     mixed = [ReleasedEGA(20, hidden=h, gen=torch_generator(i.init)) for h, i in zip((16, 8), s)]
     with pytest.raises(InputError, match="one architecture"):
         train_many(
@@ -429,7 +433,7 @@ def test_runs_that_cannot_share_their_steps_are_refused():
             [x, x],
             [y, y],
             settings={},
-            streams=s,
+            rngs=s,
             device="cpu",
             stacked=True,
         )

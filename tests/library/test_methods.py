@@ -1,0 +1,262 @@
+"Methods: names, configurations, what each name builds, and independence of the experiments."
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
+from ega.arrays import InputError, normalize
+from ega.closed_form import ValidatedWCCN
+from ega.losses import nca, supcon
+from ega.methods import (
+    ABLATIONS,
+    BASELINES,
+    DEFAULT_EPOCHS,
+    MAIN_METHODS,
+    METHODS,
+    RECOMMENDED,
+    AdapterConfig,
+    LossConfig,
+    MethodConfig,
+    build_adapter,
+    build_method_config,
+    build_objective,
+    fit_adapter,
+    fit_init_transform,
+    fit_method,
+    is_trained,
+    parse_config,
+)
+from ega.metrics import negative_cosine_std
+from ega.training import TrainConfig, config_to_dict
+
+TRAINED = [name for name in METHODS if is_trained(name)]
+
+
+def make_data(n=120, d=12, classes=10, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % classes
+    return normalize(rng.normal(size=(n, d)) + 2 * rng.normal(size=(classes, d))[y]), y
+
+
+def small(method, **options):
+    "The configuration of a method with few epochs, hidden units and ranks."
+    config = build_method_config(method, epochs=2, **options)
+    sizes = {name: 4 for name in ("hidden", "rank") if getattr(config.adapter, name) is not None}
+    return replace(config, adapter=replace(config.adapter, **sizes))
+
+
+# names and configurations
+
+
+def test_groups_of_methods_are_disjoint_and_complete():
+    groups = (MAIN_METHODS, BASELINES, ABLATIONS, RECOMMENDED)
+    assert sum(map(len, groups)) == len(METHODS) == len({name for group in groups for name in group})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_build_method_config(method):
+    "Adapter and loss are those of METHODS; epochs, learning rate and decay are set exactly where a method is trained."
+    entry, config = METHODS[method], build_method_config(method, epochs=7, seed=3)
+    assert (config.adapter, config.loss, config.seed) == (entry.adapter, entry.loss, 3)
+    if is_trained(method):
+        assert config.train == TrainConfig(7, lr=entry.lr, weight_decay=entry.weight_decay)
+    else:
+        assert config.train is None and config.loss is None
+
+
+def test_default_epochs():
+    assert build_method_config("supcon").train.epochs == DEFAULT_EPOCHS == 24
+
+
+@pytest.mark.parametrize("method", ("", "ega", "recipe", "supcon tau=0.1", None))
+def test_unknown_methods_are_refused(method):
+    with pytest.raises(InputError, match="method must be one of frozen, .*; got"):
+        build_method_config(method)
+
+
+def test_is_trained():
+    assert {name for name in METHODS if not is_trained(name)} == {"frozen", "wccn", "lda", "pca", "probe"}
+    assert is_trained("ega_released margin=0.1 lr=0.001")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parse_config_round_trip(method):
+    "Through a dictionary and through JSON; fields added later are restored at their default."
+    config = build_method_config(method, seed=2)
+    values = config_to_dict(config)
+    assert parse_config(MethodConfig, values) == parse_config(MethodConfig, json.dumps(values)) == config
+    assert "self_positive" not in json.dumps(values)
+
+
+def test_parse_config_keeps_added_fields_that_are_not_default():
+    config = MethodConfig(AdapterConfig(), LossConfig("triplet", self_positive=True), TrainConfig(schedule="constant"))
+    assert parse_config(MethodConfig, json.dumps(config_to_dict(config))) == config
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ("{", "JSON text of a MethodConfig, but it cannot be read"),
+        ([], "MethodConfig must be a dictionary, got list"),
+        ("[]", "MethodConfig must be a dictionary, got list"),
+        ({}, "must have a value for adapter, got none"),
+        ({"adapter": {}, "epochs": 3}, r"has no field \['epochs'\]; it has \['adapter', 'loss', 'seed', 'train'\]"),
+        ({"adapter": {"rank": 2.5}}, "AdapterConfig.rank must be int or None, got '2.5'"),
+        ({"adapter": {"kind": None}}, "AdapterConfig.kind must be str, got 'None'"),
+        ({"adapter": 3}, "AdapterConfig must be a dictionary, got int"),
+        ({"adapter": {}, "seed": True}, "MethodConfig.seed must be int, got 'True'"),
+        ({"adapter": {}, "seed": "1"}, "MethodConfig.seed must be int, got '1'"),
+        ({"adapter": {}, "loss": {}}, "LossConfig must have a value for kind"),
+        ({"adapter": {}, "loss": {"kind": "nca", "tau": "warm"}}, "LossConfig.tau must be float or None, got 'warm'"),
+        ({"adapter": {}, "train": {"epochs": 0}}, "TrainConfig.epochs must be an integer >= 1"),
+        ({"adapter": {}, "train": {"schedule": "linear"}}, "schedule must be 'cosine' or 'constant'"),
+    ],
+)
+def test_parse_config_refuses_unknown_names_and_values(values, words):
+    with pytest.raises(InputError, match=words):
+        parse_config(MethodConfig, values)
+
+
+def test_parse_config_takes_whole_numbers_for_floats():
+    assert parse_config(LossConfig, {"kind": "triplet", "margin": 1}).margin == 1
+
+
+# what a configuration builds
+
+
+@pytest.mark.parametrize(
+    "kind, cls", [("ega_paper", PaperEGA), ("ega_released", ReleasedEGA), ("linear", LinearAdapter)]
+)
+def test_build_adapter(kind, cls):
+    adapter = build_adapter(AdapterConfig(kind, hidden=4), 6, torch.Generator())
+    assert type(adapter) is cls and adapter.d == 6
+
+
+def test_lora_rank_is_at_most_the_number_of_columns():
+    assert build_adapter(AdapterConfig("lora", rank=128, scale=2.0), 6, torch.Generator()).rank == 6
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda x, y: build_adapter(AdapterConfig("ega"), 4, torch.Generator()),
+            "adapter kind must be one of ega_paper",
+        ),
+        (lambda x, y: build_adapter(AdapterConfig(), 4, torch.Generator()), "got 'identity'"),
+        (lambda x, y: build_adapter(AdapterConfig("lora", rank=2), 4, torch.Generator()), "scale must be given"),
+        (lambda x, y: build_adapter(AdapterConfig("ega_paper"), 4, torch.Generator()), "hidden must be given"),
+        (
+            lambda x, y: build_objective(LossConfig("mse"), x, y, device="cpu"),
+            "loss kind must be one of triplet, supcon",
+        ),
+        (
+            lambda x, y: build_objective(LossConfig("triplet", margin=0.2), x, y, device="cpu"),
+            "sampler must be 'batch'",
+        ),
+        (
+            lambda x, y: build_objective(LossConfig("triplet", sampler="batch"), x, y, device="cpu"),
+            "margin must be given",
+        ),
+        (
+            lambda x, y: fit_init_transform(AdapterConfig(init_transform="ridge"), x, y),
+            "init_transform must be one of raw",
+        ),
+    ],
+)
+def test_configurations_that_build_nothing_are_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call(*make_data())
+
+
+@pytest.mark.parametrize("tau", (None, 0.3))
+def test_temperature_is_measured_when_not_given(tau):
+    x, y = make_data()
+    expected = negative_cosine_std(x, y, np.random.default_rng(0)) if tau is None else tau
+    objective = build_objective(LossConfig("nca", tau=tau), x, y, device="cpu")
+    rows = torch.arange(40)
+    loss = objective(LinearAdapter(12), torch.tensor(x), torch.tensor(y), rows, torch.Generator()).loss
+    assert torch.isclose(loss, nca(torch.tensor(x)[:40], torch.tensor(y)[:40], expected))
+
+
+def test_lam_adds_a_displacement_penalty():
+    x, y = make_data()
+    adapter = LinearAdapter(12)
+    with torch.no_grad():
+        adapter.weight.add_(0.1 * torch.randn(12, 12, generator=torch.Generator().manual_seed(0)))
+    tx, ty, rows = torch.tensor(x), torch.tensor(y), torch.arange(40)
+    objective = build_objective(LossConfig("supcon", tau=0.5, lam=2.0), x, y, device="cpu")
+    z = adapter(tx[rows])
+    expected = supcon(z, ty[rows], 0.5) + 2 * ((z - tx[rows]) ** 2).sum(1).mean()
+    assert torch.isclose(objective(adapter, tx, ty, rows, torch.Generator()).loss, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_fits(method):
+    "Unit rows, except without normalisation; the same seed gives the same rows."
+    x, y = make_data()
+    rows = []
+    for _ in range(2):
+        init_transform, adapter, history = fit_method(small(method), x, y, device="cpu")
+        z = init_transform.transform(x) if init_transform else x
+        rows.append(transform(adapter, z, device="cpu") if adapter else z)
+        assert (adapter is None) == (history is None) == (not is_trained(method))
+    assert np.array_equal(*rows) and len(rows[0]) == len(x)
+    if method != "no_sphere":
+        assert np.allclose(np.linalg.norm(rows[0], axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("pca", *ABLATIONS)])
+def test_fit_adapter_equals_fit_method_and_can_be_saved(method, tmp_path):
+    "Up to rounding, and up to columns of zeros where a closed form keeps fewer."
+    x, y = make_data()
+    init_transform, adapter, _ = fit_method(small(method), x, y, device="cpu")
+    z = init_transform.transform(x) if init_transform else x
+    z = transform(adapter, z, device="cpu") if adapter else z
+    merged = fit_adapter(small(method), x, y, device="cpu")
+    found = transform(load_adapter(save_adapter(merged, tmp_path / "a.safetensors")), x, device="cpu")
+    assert (
+        np.allclose(found[:, : z.shape[1]], z, atol=1e-5) and not np.abs(found[:, z.shape[1] :]).max(initial=0) > 1e-6
+    )
+    assert not merged.training
+
+
+def test_fit_adapter_refuses_what_is_not_one_adapter():
+    x, y = make_data()
+    with pytest.raises(InputError, match="PCAMap subtracts a mean"):
+        fit_adapter(small("pca"), x, y, device="cpu")
+    config = small("ega_released")
+    config = replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
+    with pytest.raises(InputError, match="merged only with a linear adapter, got ReleasedEGA"):
+        fit_adapter(config, x, y, device="cpu")
+
+
+def test_whitened_nca_starts_from_validated_whitening():
+    x, y = make_data()
+    init_transform = fit_method(small("whitened_nca"), x, y, device="cpu").init_transform
+    assert type(init_transform) is ValidatedWCCN and len(init_transform.lp_changes_) == 10
+
+
+def test_fit_method_resumes_from_its_checkpoint(tmp_path):
+    "A run with a checkpoint path gives the bits of one without, and removes the file."
+    x, y = make_data()
+    path = tmp_path / "run.safetensors"
+    a, b = (fit_method(small("supcon"), x, y, device="cpu", checkpoint=c).adapter for c in (None, path))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters())) and not path.exists()
+
+
+# independence of the experiments
+
+
+@pytest.mark.parametrize("module", ("ega.methods", "ega.selection"))
+def test_library_does_not_import_experiments(module):
+    "In a fresh process: the default number of epochs is the library's own."
+    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith('ega.experiments')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
