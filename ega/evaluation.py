@@ -147,17 +147,12 @@ def _percent(values):
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-estimator-code
 def evaluate(
-    estimator: Any,
-    X: np.ndarray,
-    y: np.ndarray,
-    *,
-    random_state: int = 0,
-    confidence: float = 0.95,
+    estimator: Any, X: np.ndarray, y: np.ndarray, *, random_state: int = 0, confidence: float = 0.95
 ) -> pd.DataFrame:
     """Compare adapted with frozen embeddings by LP@1, on the classes the estimator was fitted on and on all others.
 
-    LP@1, label precision at 1, is the share of queries whose nearest neighbour carries their label. Every labelled row
-    whose class has another row is a query.
+    LP@1 is the share of queries whose nearest neighbour carries their label. Every labelled row is a query if another
+    row of its kind, seen or unseen, has the same label.
 
     Parameters
     ----------
@@ -166,8 +161,7 @@ def evaluate(
     X : array-like of shape (n, d)
         Embeddings; rows are normalised to unit length.
     y : array-like of shape (n,)
-        Labels of the same kind as in `fit`, integers (-1: unlabelled) or strings (empty: unlabelled). Unlabelled rows
-        are not used.
+        Labels of the kind given to `fit`: integers or strings. Rows labelled -1 or "" are unlabelled and not used.
     random_state : int, default=0
         Seed of the bootstrap.
     confidence : float, default=0.95
@@ -176,38 +170,32 @@ def evaluate(
     Returns
     -------
     pandas.DataFrame
-        Up to four rows: seen and unseen `classes`, each in the `gallery` of its own kind and in the "mixed" gallery of
-        all labelled rows. Columns: `classes`, `gallery`, `n_queries`, `n_classes`; in points `frozen` and `adapted`,
-        the LP@1 of both embeddings, `change` with its interval from `low` to `high`, and for unseen classes in the
-        mixed gallery `capture_rate_frozen` and `capture_rate_adapted`, the share of queries whose nearest neighbour
-        belongs to a seen class (else NaN).
+        A row for seen and unseen `classes`, each in the `gallery` of its own kind and in the "mixed" gallery of all
+        labelled rows, with `n_queries` and `n_classes`. In points: LP@1 `frozen` and `adapted`, their `change` with its
+        interval from `low` to `high`, and, for unseen classes in the mixed gallery, `capture_rate_frozen` and
+        `capture_rate_adapted`, the share of queries whose nearest neighbour belongs to a seen class (else NaN).
 
     Raises
     ------
-    sklearn.exceptions.NotFittedError
-        If the estimator is not fitted.
-    InputError
-        If `X` or `y` is malformed, the labels are of another kind than in `fit`, or no class has two labelled rows.
+    NotFittedError, InputError
+        If the estimator is not fitted; if `X` or `y` is malformed or no class has two labelled rows.
 
     See Also
     --------
     evaluate_embeddings : The same for two matrices of embeddings, without an estimator.
-    ega.statistics.bootstrap : The intervals, over classes, then queries.
 
     Notes
     -----
-    Exact search, O(n^2 d) operations. Pass rows that were not used in `fit` to measure seen classes without bias.
+    Exact search, O(n^2 d) operations; intervals by `ega.statistics.bootstrap`. To measure seen classes without bias,
+    pass rows that were not used in `fit`.
 
     Examples
     --------
-    An adapter is fitted on six of eight classes.
-
     >>> import numpy as np
     >>> from ega.estimator import EmbeddingAdapter
     >>> from ega.evaluation import evaluate
-    >>> rng = np.random.default_rng(0)
     >>> y = np.repeat(np.arange(8), 10)
-    >>> X = np.eye(8)[y] + 0.3 * rng.normal(size=(80, 8))
+    >>> X = np.eye(8)[y] + 0.3 * np.random.default_rng(0).normal(size=(80, 8))
     >>> adapter = EmbeddingAdapter("lda", max_unseen_loss=None).fit(X[y < 6], y[y < 6])
     >>> table = evaluate(adapter, X, y)
     >>> print(table[["classes", "gallery", "n_queries", "frozen"]].round(1).to_string(index=False))
@@ -221,13 +209,16 @@ def evaluate(
 
     check_is_fitted(estimator, "adapter_")
     x = check_and_normalize(X, estimator.n_features_in_)
-    labels, classes = encode_partial_labels(y, len(x))  # (n,) positions in `classes`, or -1
-    fitted_classes = estimator.classes_
+    z = transform(estimator.adapter_, x, device=estimator.device)
+    labels, seen = _labels_and_seen(y, estimator.classes_, len(x))
+    options = dict(device=estimator.device, random_state=random_state, confidence=confidence)
+    return evaluate_embeddings(x, z, labels, seen, **options)
+
+# %% ../nbs/library/20_evaluation.ipynb #eval-seen-code
+def _labels_and_seen(y, fitted_classes, n):
+    "Labels (n,) as integers, -1: unlabelled, and whether each is one of the fitted classes (n,)."
+    labels, classes = encode_partial_labels(y, n)  # positions in `classes`, or -1
     if len(classes) and len(fitted_classes) and classes.dtype.kind != fitted_classes.dtype.kind:
         kind = "strings" if fitted_classes.dtype.kind == "U" else "integers"
         raise InputError(f"labels must be {kind}, as in fit, got {classes.dtype}; convert them")
-    seen = np.isin(labels, np.flatnonzero(np.isin(classes, fitted_classes)))
-    z = transform(estimator.adapter_, x, device=estimator.device)
-    return evaluate_embeddings(
-        x, z, labels, seen, device=estimator.device, random_state=random_state, confidence=confidence
-    )
+    return labels, np.isin(labels, np.flatnonzero(np.isin(classes, fitted_classes)))

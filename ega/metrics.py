@@ -47,8 +47,7 @@ def lp_at_k(
     Raises
     ------
     InputError
-        If `D` does not ascend, fewer than `k` neighbours are given, a query is unlabelled or a gallery row has no
-        label.
+        If `D` does not ascend, has fewer than `k` columns, a query is unlabelled or a gallery row has no label.
 
     See Also
     --------

@@ -452,8 +452,6 @@ def ivf_sweep(
     ------
     InputError
         If an array is not a finite numeric matrix, or `nlist`, a value of `nprobes` or `k` is out of range.
-    ImportError
-        If faiss is not installed.
 
     See Also
     --------
@@ -462,8 +460,7 @@ def ivf_sweep(
 
     Notes
     -----
-    `faiss.IndexIVFFlat` with L2 distances and 10 k-means iterations, as in the paper. Training costs about
-    O(10 min(nb, 256 nlist) nlist d) operations, each search O(nq nb d nprobe / nlist).
+    `faiss.IndexIVFFlat` with L2 distances, as in the paper; a search costs about O(nq nb d nprobe / nlist) operations.
 
     Examples
     --------
@@ -476,8 +473,8 @@ def ivf_sweep(
     >>> found = ivf_sweep(xq, xb, nlist=4, nprobes=(1, 4), k=3, device="cpu")
     >>> bool((found[4].I == knn(xq, xb, 3, device="cpu").I).all())
     True
-    >>> found[4].scanned.tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0]
+    >>> found[4].scanned.mean().item()
+    1.0
     """
     index = build_ivf(xb, nlist=nlist, kmeans_seed=kmeans_seed)
     return {int(nprobe): ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in nprobes}
