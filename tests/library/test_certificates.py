@@ -135,9 +135,9 @@ def test_excluded_rows_ties_and_bad_input():
         [certified_radius(xb[[i]], np.delete(xb, i, 0))[0] for i in range(10)],
     )
     assert np.allclose(r[:10], alone)
-    twins = np.concatenate([xb, xb[:1]])
-    assert certified_radius(twins[[5]], twins[[0, -1]])[0] < 1e-7  # a tie is never certified
-    assert not certified_queries(twins[[5]], twins[[0, -1]], 1e-6, 0.0)[0]
+    duplicates = np.concatenate([xb, xb[:1]])
+    assert certified_radius(duplicates[[5]], duplicates[[0, -1]])[0] < 1e-7  # a tie is never certified
+    assert not certified_queries(duplicates[[5]], duplicates[[0, -1]], 1e-6, 0.0)[0]
     assert "must lie in" in error_message(lambda: certified_radius(xb, xb[:1])) and "[0, 2]" in error_message(
         lambda: certified_queries(xb, xb, -1.0, 0.0)
     )
