@@ -1,4 +1,4 @@
-"Search: parity with FAISS and scikit-learn, brute force, duplicates, padding, silence, determinism."
+"Search: equal to FAISS, scikit-learn and brute force; duplicates, padding, printed warnings, memory, determinism."
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from ega import search
 from ega.arrays import InputError, normalize
-from ega.search import SearchConfig, build_ivf, ivf_search, ivf_sweep, knn, lists_supported, loo_knn, same_search
+from ega.search import SearchConfig, build_ivf, ivf_search, ivf_sweep, knn, loo_knn
 
 ROOT = Path(__file__).parents[2]
 faiss = pytest.importorskip("faiss")
@@ -63,7 +63,7 @@ def test_every_tiling_gives_the_brute_force_neighbours(tile, k, as_tensor):
     given = (x, xb)
     if as_tensor:
         given = tuple(map(pytest.importorskip("torch").from_numpy, given))
-    I = np.sort(search._candidates(*given, k, tile=tile)[0], 1)
+    I = np.sort(search._nearest_by_product(*given, k, tile=tile)[0], 1)
     assert (I[:, : k - 90] == -1).all() or k <= 90
     assert (I[:, max(0, k - 90) :] == np.sort(brute(x, xb).argsort(1)[:, :k], 1)).all()
 
@@ -78,8 +78,8 @@ def test_every_tiling_gives_the_brute_force_neighbours(tile, k, as_tensor):
         lambda x: x.astype("f4").tolist(),
     ],
 )
-def test_the_form_of_the_input_does_not_matter(change):
-    "Values that float16 holds exactly, in every layout and type."
+def test_results_do_not_depend_on_memory_layout_or_dtype(change):
+    "Values that float16 represents exactly, in several layouts and types."
     xq, xb = (np.random.default_rng(s).integers(-64, 64, (n, 16)).astype("f2") for s, n in ((30, 40), (31, 200)))
     plain, index = knn(xq.astype("f4"), xb.astype("f4"), 6, device="cpu"), build_ivf(xb.astype("f4"), nlist=4)
     for got in (knn(xq, xb, 6, device="cpu"), knn(change(xq), change(xb), 6, device="cpu")):
@@ -94,11 +94,11 @@ def test_the_form_of_the_input_does_not_matter(change):
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("tile", [5, 1024])
 def test_no_row_is_its_own_neighbour_among_duplicates(as_tensor, tile):
-    "Three distinct points, 40 rows: almost every row has a dozen twins."
+    "40 rows, three distinct points: almost every row has a dozen duplicates."
     x = rows(3, 5)[np.random.default_rng(7).integers(3, size=40)]
     own = np.arange(40)
     given = pytest.importorskip("torch").from_numpy(x) if as_tensor else x
-    found = search._ranked(x, x, search._array(search._left_out(given, 39, tile=tile)))
+    found = search._sort_by_distance(x, x, search._to_array(search._nearest_others_by_product(given, 39, tile=tile)))
     assert (found.I != own[:, None]).all() and (
         np.sort(found.I, 1) == [[j for j in range(40) if j != i] for i in own]
     ).all()
@@ -107,7 +107,7 @@ def test_no_row_is_its_own_neighbour_among_duplicates(as_tensor, tile):
     assert np.allclose(found.D, np.sort(true, 1)[:, :39], atol=1e-6)
 
 
-def test_loo_keeps_the_query_out_of_its_duplicates():
+def test_loo_knn_never_returns_the_query_itself():
     x = rows(3, 5)[np.random.default_rng(7).integers(3, size=40)]
     for k in (1, 5, 39):
         found = loo_knn(x, k, device="cpu")
@@ -115,7 +115,7 @@ def test_loo_keeps_the_query_out_of_its_duplicates():
 
 
 @pytest.mark.parametrize("k", [1, 3, 30])
-def test_loo_is_brute_force_without_the_diagonal(k):
+def test_loo_knn_equals_brute_force_without_the_diagonal(k):
     x = rows(25, 4, 8)
     true = brute(x, x)
     np.fill_diagonal(true, np.inf)
@@ -126,83 +126,85 @@ def test_loo_is_brute_force_without_the_diagonal(k):
 @pytest.mark.parametrize("tile", [7, 64, 150, 1000])
 @pytest.mark.parametrize("k", [1, 6, 150])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_one_product_serves_both_sides(tile, k, as_tensor):
-    "Half of the tiles are multiplied; every tiling gives the neighbours of brute force, with norms that differ."
+def test_leave_one_out_equals_brute_force_for_every_tiling(tile, k, as_tensor):
+    "Half of the tiles are computed and used twice; the norms of the rows differ."
     x = rows(150, 5, 24) * np.linspace(0.5, 2, 150, dtype="f4")[:, None]
     true = brute(x, x)
     np.fill_diagonal(true, np.inf)
-    found = search._left_out(pytest.importorskip("torch").from_numpy(x) if as_tensor else x, k, tile=tile)
-    true = np.where(np.sort(true, 1) < np.inf, true.argsort(1), -1)[:, :k]  # k = 150: one place stays empty
+    found = search._nearest_others_by_product(
+        pytest.importorskip("torch").from_numpy(x) if as_tensor else x, k, tile=tile
+    )
+    true = np.where(np.sort(true, 1) < np.inf, true.argsort(1), -1)[:, :k]  # k = 150: one entry is padded
     assert (np.sort(found, 1) == np.sort(true, 1)).all()
 
 
 @pytest.mark.parametrize("order", ["near first", "far first", "shuffled", "five points"])
 @pytest.mark.parametrize("k", [1, 10])
-def test_the_order_of_the_gallery_does_not_matter(order, k):
-    "The choice skips scores by what was kept so far: far rows first never let it skip, five points are all ties."
+def test_neighbours_do_not_depend_on_gallery_order(order, k):
+    "The selection skips scores above the worst one kept: far rows first make it skip none, five points are all ties."
     xq, xb = rows(40, 8, 25), rows(1500, 8, 26)
     xb = {"five points": xb[np.arange(1500) % 5], "shuffled": xb}.get(
         order, xb[brute(xq[:1], xb)[0].argsort()[:: 1 if order == "near first" else -1]]
     )
     true = np.sort(brute(xq, xb), 1)[:, :k]
     for tile in (16, 100, 700, 1500):
-        I, scores = search._candidates(xq, xb, k, tile=tile)
+        I, scores = search._nearest_by_product(xq, xb, k, tile=tile)
         assert all(len(set(i)) == k for i in I.tolist()) and (I >= 0).all()
-        found = search._ranked(xq, xb, I)
+        found = search._sort_by_distance(xq, xb, I)
         assert np.allclose(found.D, true, atol=2e-6) and np.allclose(
             np.sort(scores, 1) + (xq * xq).sum(1, keepdims=True), true, atol=2e-6
         )
 
 
-def test_the_bound_is_one():
-    "Never below the k-th smallest, for every width and memory order; and not far above: few scores pass."
+def test_kth_smallest_bound_is_an_upper_bound():
+    "For every width and memory order; and not far above the k-th smallest, so that few scores pass."
     rng = np.random.default_rng(27)
     for n in (3, 40, 100, 129, 1024, 1031):
         for k in (1, 2, 9):
             s = rng.normal(size=(30, n)).astype("f4")
-            most = np.broadcast_to(search._bound(s, k), 30)
+            most = np.broadcast_to(search._kth_smallest_bound(s, k), 30)
             assert (most >= np.sort(s, 1)[:, min(k, n) - 1]).all() and np.array_equal(
-                np.broadcast_to(search._bound(np.asfortranarray(s), k), 30), most
+                np.broadcast_to(search._kth_smallest_bound(np.asfortranarray(s), k), 30), most
             )
             assert n < 1000 or (s <= most[:, None]).sum(1).max() <= 4 * k + 16
 
 
-def test_scores_below_are_found_in_either_memory_order():
+def test_entries_below_the_limit_in_either_memory_order():
     s = np.random.default_rng(32).normal(size=(7, 11)).astype("f4")
     most = np.linspace(-1, 1, 7, dtype="f4")
     for tile in (s, np.asfortranarray(s), s[:1], s[:, :1]):
-        r, c = search._below(tile, most[: len(tile)])
+        r, c = search._entries_below(tile, most[: len(tile)])
         assert np.array_equal(np.stack([r, c]), np.nonzero(tile < most[: len(tile), None]))
 
 
-def test_loo_of_one_row_finds_nothing():
+def test_loo_knn_of_one_row_is_padding():
     found = loo_knn(rows(1, 3), 2, device="cpu")
     assert (found.I == -1).all() and np.isinf(found.D).all()
 
 
-def test_distances_are_never_negative_and_equal_rows_are_equal_to_the_bit():
+def test_distances_are_not_negative_and_equal_for_equal_rows():
     x = np.repeat(rows(50, 384, 9), 5, 0)[np.random.default_rng(0).permutation(250)]
     found = knn(x, x, 250, device="cpu")
     assert found.D.min() == 0 and (found.D[:, :5] == 0).all() and (found.D[:, 5:] > 0).all()
     blocks = found.D.reshape(250, 50, 5)
-    assert (blocks == blocks[:, :, :1]).all()  # each group of twins at one distance, bit for bit
+    assert (blocks == blocks[:, :, :1]).all()  # duplicates have one distance, bit for bit
 
 
-def test_order_is_by_distance_then_row_number():
+def test_neighbours_are_sorted_by_distance_then_row_number():
     x = np.repeat(rows(10, 6), 4, 0)
     found = knn(x[:5], x, 40, device="cpu")
     same = found.D[:, 1:] == found.D[:, :-1]
     assert (np.diff(found.D) >= 0).all() and (np.diff(found.I)[same] > 0).all() and same.any()
 
 
-def test_neighbours_for_small_k_are_a_prefix():
+def test_neighbours_for_smaller_k_are_the_first_columns():
     x = rows(200, 16, 10)
     wide = loo_knn(x, 20, device="cpu")
     for k in (1, 5):
         assert (loo_knn(x, k, device="cpu").I == wide.I[:, :k]).all()
 
 
-def test_memory_is_bounded():
+def test_memory_of_knn_is_bounded():
     "The full score matrix would be 640 MB; a tile of 16 MB, its mask, the norms and the result take 30 MB."
     xq, xb = rows(4000, 2), rows(40_000, 2, 1)
     tracemalloc.start()
@@ -213,7 +215,7 @@ def test_memory_is_bounded():
 
 
 def test_memory_of_many_equal_rows_is_bounded():
-    "All scores tie, so a whole tile passes the bound: the worst case, 4 million entries of 70 bytes, and no more for more rows."
+    "The worst case: all scores tie, so all 4 million entries of a tile (70 bytes each) pass the limit."
     x = np.ones((9000, 2), "f4")
     tracemalloc.start()
     loo_knn(x, 9, device="cpu")
@@ -234,12 +236,12 @@ print(peak() - before)
 
 
 def test_resident_memory_of_leave_one_out_is_bounded():
-    "Above the rows: 60 MB of tiles and 100 bytes for each neighbour asked for (18 MB). All scores would be 1.6 GB."
+    "Beyond the input: 60 MB of tiles and 100 bytes a neighbour (18 MB). All scores at once would take 1.6 GB."
     assert float(run(PEAK)) < 60 + 20_000 * 9 * 100 / 1e6
 
 
 def test_ivf_equals_faiss_called_by_hand():
-    "Defaults of the library are FAISS' own: seed 1234, 10 iterations."
+    "The defaults of the library are those of FAISS: seed 1234, 10 iterations."
     xq, xb = rows(200, 16, 11), rows(2000, 16, 12)
     index = faiss.IndexIVFFlat(faiss.IndexFlatL2(16), 16, 10, faiss.METRIC_L2)
     index.train(xb)
@@ -251,7 +253,7 @@ def test_ivf_equals_faiss_called_by_hand():
 
 
 def test_ivf_equals_lists_read_by_hand():
-    "Reference in NumPy: nearest centres, then brute force inside their lists."
+    "Reference in NumPy: the nearest centres, then brute force within their lists."
     xq, xb = rows(40, 8, 13), rows(300, 8, 14)
     index = build_ivf(xb, nlist=7, kmeans_seed=3)
     centres = index.quantizer.reconstruct_n(0, 7)
@@ -265,49 +267,48 @@ def test_ivf_equals_lists_read_by_hand():
 
 
 @pytest.mark.parametrize("nprobe, k", [(1, 1), (1, 40), (3, 5), (8, 5)])
-def test_lists_scanned_by_product_give_what_faiss_gives(nprobe, k):
-    "Both orders, query after query and list after list; k = 40 pads, and one list is empty."
+def test_search_by_lists_equals_faiss(nprobe, k):
+    "Query after query (FAISS) and list after list (matrix products); k = 40 needs padding, and one list is empty."
     xq, xb = rows(900, 12, 28), rows(250, 12, 29) * np.linspace(0.5, 2, 250, dtype="f4")[:, None]
     index = build_ivf(xb, nlist=8, kmeans_seed=5)
     index.invlists.resize(3, 0)
     index.ntotal = 250  # a list without rows, as a k-means may leave one
     index.nprobe = nprobe
-    found = search._ranked(xq, xb, search._scan(index, xq, index.quantizer.search(xq, nprobe)[1], k))
-    by_faiss = search._ranked(xq, xb, index.search(xq, k)[1])
+    found = search._sort_by_distance(xq, xb, search._search_lists(index, xq, index.quantizer.search(xq, nprobe)[1], k))
+    by_faiss = search._sort_by_distance(xq, xb, index.search(xq, k)[1])
     assert (found.I == by_faiss.I).all() and found.D.tobytes() == by_faiss.D.tobytes()
     assert k < 40 or (found.I[:, 0] >= 0).any() and (found.I[:, -1] == -1).any()
 
 
-def test_lists_are_scanned_by_product_where_they_are_asked_enough(monkeypatch):
-    xq, xb, calls, scan = rows(600, 64, 33), rows(2000, 64, 34), [], search._scan
+def test_lists_with_many_queries_are_searched_by_matrix_product(monkeypatch):
+    xq, xb, calls, scan = rows(600, 64, 33), rows(2000, 64, 34), [], search._search_lists
     index = build_ivf(xb, nlist=2)
-    monkeypatch.setattr(search, "_scan", lambda *a: calls.append(len(a[1])) or scan(*a))
+    monkeypatch.setattr(search, "_search_lists", lambda *a: calls.append(len(a[1])) or scan(*a))
     many, few = (ivf_search(index, xq[:n], xb, k=3, nprobe=1, device="cpu") for n in (600, 60))
     assert calls == [600] and (many.I[:60] == few.I).all()
 
 
-def test_all_lists_probed_is_exact_to_the_bit():
+def test_probing_all_lists_equals_exact_search_bit_for_bit():
     xq, xb = rows(100, 8, 15), rows(500, 8, 16)
     exact, found = knn(xq, xb, 5, device="cpu"), ivf_sweep(xq, xb, nlist=9, nprobes=(9,), k=5, device="cpu")[9]
     assert (found.I == exact.I).all() and found.D.tobytes() == exact.D.tobytes() and (found.scanned == 1).all()
 
 
-def test_padding_stays_visible():
+def test_padding_is_minus_one_and_inf():
     found = ivf_sweep(rows(50, 4, 17), rows(20, 4, 18), nlist=10, nprobes=(1,), k=8, device="cpu")[1]
     assert ((found.I == -1) == np.isinf(found.D)).all() and (found.I == -1).any() and (found.I[:, 0] >= 0).any()
     D, I = found
-    assert D is found.D and I is found.I  # still a pair
+    assert D is found.D and I is found.I  # unpacks as (D, I)
 
 
-def test_small_lists_are_silent(capfd):
-    "FAISS prints its warning from C++; 501 rows in 100 lists is the paper's case."
+def test_build_ivf_prints_no_warning_for_small_lists(capfd):
+    "FAISS prints its warning from C++; the paper has 501 rows in 100 lists."
     xb = rows(501, 16, 19)
     plain = faiss.IndexIVFFlat(faiss.IndexFlatL2(16), 16, 100, faiss.METRIC_L2)
     plain.train(xb)
     assert "please provide at least" in "".join(capfd.readouterr())
     build_ivf(xb, nlist=100)
     assert capfd.readouterr() == ("", "")
-    assert lists_supported(501) == 12 and lists_supported(10) == 1
 
 
 def test_ivf_is_deterministic_and_seeded():
@@ -341,12 +342,17 @@ def test_same_bytes_in_another_process():
 
 
 def test_exact_search_needs_neither_torch_nor_faiss():
-    script = "import sys, numpy as np; from ega.search import knn; knn(np.eye(3), np.eye(3), 2, device='cpu'); print([m for m in ('torch', 'faiss') if m in sys.modules])"
+    script = """
+import sys, numpy as np
+from ega.search import knn
+knn(np.eye(3), np.eye(3), 2, device="cpu")
+print([m for m in ("torch", "faiss") if m in sys.modules])
+"""
     assert run(script) == "[]"
 
 
 @pytest.mark.parametrize("module, text", [(None, "ega[cpu]"), (types.ModuleType("faiss"), "installed but empty")])
-def test_missing_or_gutted_faiss_is_named(monkeypatch, module, text):
+def test_missing_or_empty_faiss_raises_with_the_install_command(monkeypatch, module, text):
     monkeypatch.setitem(sys.modules, "faiss", module)
     with pytest.raises(ImportError) as error:
         build_ivf(rows(20, 4), nlist=2)
@@ -354,8 +360,8 @@ def test_missing_or_gutted_faiss_is_named(monkeypatch, module, text):
     assert knn(rows(3, 4), rows(3, 4), 1, device="cpu").I.tolist() == [[0], [1], [2]]
 
 
-def test_gpu_index_is_used_when_the_device_says_so(monkeypatch):
-    "FAISS' GPU calls replaced by recorders: no GPU is at hand."
+def test_gpu_index_is_used_for_cuda_devices(monkeypatch):
+    "The GPU functions of FAISS are replaced by stubs that record their calls."
     import torch
 
     xq, xb = rows(10, 4), rows(60, 4)
@@ -404,17 +410,15 @@ def test_cuda_equals_cpu():
         (lambda x: SearchConfig("ivf", 1, 10), "nprobe"),
         (lambda x: SearchConfig("ivf", 1, 4, 5), "nprobe"),
         (lambda x: SearchConfig(k=0), "k must"),
-        (lambda x: same_search([SearchConfig(), SearchConfig(k=2)]), "2 searches"),
-        (lambda x: same_search([]), "0 searches"),
     ],
 )
-def test_bad_input_is_named(call, text):
+def test_bad_input_raises_with_a_message(call, text):
     with pytest.raises(InputError) as error:
         call(rows(30, 4))
     assert text in str(error.value)
 
 
-def test_config_names_the_search():
+def test_search_follows_its_config():
     xq, xb = rows(20, 8), rows(200, 8, 1)
     assert (search.search(xq, xb, SearchConfig(k=3), device="cpu").I == knn(xq, xb, 3, device="cpu").I).all()
     ivf = SearchConfig("ivf", 3, 5, 2, kmeans_seed=7)

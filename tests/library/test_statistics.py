@@ -1,5 +1,7 @@
-"Comparison: parts of variance against a mixed model and known worlds, tests against scipy and statsmodels, counts against brute force."
+"Statistics: compared with loops, formulas, simulations, scipy, statsmodels and brute force."
 
+import time
+import tracemalloc
 from decimal import ROUND_HALF_EVEN, ROUND_HALF_UP, Decimal
 from itertools import product
 
@@ -9,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ega.arrays import InputError
+from ega.arrays import InputError, spawn_rngs
 from ega.statistics import (
+    _draw_sums,
     _mean_squares,
+    bootstrap,
+    bootstrap_worst,
     class_means,
+    cluster_bootstrap,
     consistent_counts,
     consistent_seed_counts,
     design_effect,
@@ -29,8 +35,8 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def world(rng, splits, seeds, y, split_sd, class_sd, seed_sd, query_sd, rest_sd):
-    "Outcomes of every split and their classes; each part drawn as the model says."
+def simulate(rng, splits, seeds, y, split_sd, class_sd, seed_sd, query_sd, rest_sd):
+    "Outcomes of every split and their classes, drawn from the model with these standard deviations."
     out = []
     for _ in range(splits):
         query = rng.normal(0, split_sd) + rng.normal(0, class_sd, y.max() + 1)[y] + rng.normal(0, query_sd, len(y))
@@ -38,10 +44,148 @@ def world(rng, splits, seeds, y, split_sd, class_sd, seed_sd, query_sd, rest_sd)
     return out, [y] * splits
 
 
-# ---- parts of variance
+# ---- intervals
 
 
-def test_mean_squares_are_those_of_a_two_way_table():
+def nested_loop(values, classes, rng, n_boot):
+    "The definition: for each replicate draw classes, then queries within each drawn class."
+    out, groups = [], [values[classes == c] for c in np.unique(classes)]
+    for _ in range(n_boot):
+        drawn = [groups[c] for c in rng.integers(len(groups), size=len(groups))]
+        out.append(np.concatenate([rng.choice(g, len(g)) for g in drawn]).mean())
+    return np.array(out)
+
+
+def test_cluster_bootstrap_has_the_distribution_of_the_nested_loop():
+    "Unbalanced classes, real values: mean, spread and quantiles agree within Monte Carlo error."
+    rng = np.random.default_rng(0)
+    classes = np.repeat(np.arange(6), [1, 2, 5, 9, 20, 40])
+    values = rng.normal(size=77) + classes
+    fast, slow = (
+        cluster_bootstrap(values, classes, np.random.default_rng(1), n_boot=20_000),
+        nested_loop(values, classes, np.random.default_rng(2), 5000),
+    )
+    sd = slow.std()
+    assert abs(fast.mean() - slow.mean()) < 4 * sd / 5000**0.5 and abs(fast.std() / sd - 1) < 4 / 10_000**0.5
+    assert np.abs(np.quantile(fast, [0.025, 0.5, 0.975]) - np.quantile(slow, [0.025, 0.5, 0.975])).max() < 0.1 * sd
+
+
+def test_cluster_bootstrap_of_two_classes_has_the_enumerated_distribution():
+    "Classes (0, 1) and (1, 1): AA gives mean of 4 draws of {0,1}, AB and BA (2 draws + 2)/4, BB gives 1."
+    from math import comb
+
+    exact = np.zeros(5)
+    for j in range(5):
+        exact[j] += comb(4, j) / 16 / 4
+    for j in range(3):
+        exact[j + 2] += comb(2, j) / 4 / 2
+    exact[4] += 1 / 4
+    means = cluster_bootstrap([0.0, 1, 1, 1], [0, 0, 1, 1], np.random.default_rng(3), n_boot=40_000)
+    assert np.abs(np.bincount(np.round(means * 4).astype(int), minlength=5) / 40_000 - exact).max() < 0.01
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize("block_size", [1, 100, 2**20])
+def test_draw_sums_equal_the_sums_of_single_draws(columns, block_size):
+    "The same generator, one value after another: the sums do not depend on the block size."
+    values = np.random.default_rng(10).normal(size=(13,) if columns is None else (13, columns))
+    draws, rng = np.array([13, 39, 13, 130, 26]), np.random.default_rng(11)
+    by_loop = [values[[rng.integers(13, dtype=np.int32) for _ in range(n)]].sum(0) for n in draws]
+    assert np.allclose(_draw_sums(values, draws, np.random.default_rng(11), block_size=block_size), by_loop, rtol=1e-12)
+
+
+def test_a_class_drawn_twice_gets_independent_queries():
+    """Two classes of n queries: a class drawn twice (probability 1/2) has 2n independent draws, variance v/2n.
+
+    One copy counted twice would have v/n. The variance of the mean is that of the class means over two draws, d^2/8,
+    plus v/2n; the tolerance is 4 standard errors of a variance of normal values.
+    """
+    v, c = np.array([0.0, 1] * 5 + [3.0, 4] * 5), np.repeat([0, 1], 10)
+    got = cluster_bootstrap(v, c, np.random.default_rng(12), n_boot=40_000).var()
+    assert abs(got / (9 / 8 + 0.25 / 20) - 1) < 4 * (2 / 40_000) ** 0.5
+    within = cluster_bootstrap(
+        v - 3 * c, c, np.random.default_rng(12), n_boot=40_000
+    ).var()  # equal class means: only the queries vary
+    assert abs(within / (0.25 / 20) - 1) < 4 * (2 / 40_000) ** 0.5
+
+
+def test_bootstrap_of_26_columns_is_fast():
+    "One matrix product for all columns; gathering all draws took 5 s."
+    classes, values = np.repeat(np.arange(10), 1000), np.random.default_rng(0).random((10_000, 26))
+    start = time.process_time()
+    cluster_bootstrap(values, classes, np.random.default_rng(1), n_boot=1000)
+    assert time.process_time() - start < 2
+
+
+def test_bootstrap_memory_of_one_large_class_is_bounded():
+    "20 million draws; 2,000 x 10,000 counts at once would be 160 MB."
+    tracemalloc.start()
+    cluster_bootstrap(np.ones(10_000), np.zeros(10_000, int), np.random.default_rng(0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6
+
+
+def test_bootstrap_variance_equals_the_two_stage_formula():
+    "Balanced classes: variance = (variance of class means + mean variance within classes / n) / C."
+    rng = np.random.default_rng(4)
+    v = rng.normal(size=(30, 12)) + rng.normal(size=(30, 1))
+    expected = (v.mean(1).var() + v.var(1).mean() / 12) / 30
+    got = cluster_bootstrap(v.ravel(), np.repeat(np.arange(30), 12), rng, n_boot=20_000).var()
+    assert abs(got / expected - 1) < 4 * (2 / 20_000) ** 0.5
+
+
+def test_bootstrap_of_ten_thousand_values_takes_under_a_second():
+    classes = np.repeat(np.arange(200), 50)
+    values = np.random.default_rng(0).random(10_000)
+    start = time.process_time()  # CPU time: the machine may be shared
+    bootstrap(values, classes, np.random.default_rng(1))
+    assert time.process_time() - start < 1
+
+
+def test_the_same_generator_gives_paired_differences():
+    rng = np.random.default_rng(6)
+    classes, a, b = np.repeat(np.arange(9), 7), rng.random(63), rng.random(63)
+    draw = lambda v: cluster_bootstrap(v, classes, spawn_rngs(3).eval, n_boot=50)
+    assert np.allclose(draw(a) - draw(b), draw(a - b)) and np.allclose(
+        draw(np.stack([a, b], 1)), np.stack([draw(a), draw(b)], 1)
+    )
+    assert draw(a).tobytes() == draw(a).tobytes()
+
+
+def test_interval_of_a_constant_and_of_one_class():
+    assert bootstrap(np.ones(12), np.repeat([0, 1, 2], 4), spawn_rngs(0).eval) == (1, 1, 1)
+    one = bootstrap([0, 1, 0, 1], [3, 3, 3, 3], spawn_rngs(0).eval)
+    assert one.mean == 0.5 and one.low < 0.5 < one.high
+
+
+def test_a_higher_confidence_widens_the_interval():
+    v, c = np.random.default_rng(0).random(100), np.repeat(np.arange(10), 10)
+    narrow, wide = (bootstrap(v, c, spawn_rngs(1).eval, confidence=l) for l in (0.5, 0.99))
+    assert wide.low < narrow.low < narrow.mean < narrow.high < wide.high
+
+
+def test_bootstrap_worst_takes_the_minimum_within_each_replicate():
+    rng = np.random.default_rng(7)
+    sets = [(rng.random(40) < p, np.repeat(np.arange(8), 5)) for p in (0.5, 0.55, 0.9)]
+    got, stream = bootstrap_worst(sets, np.random.default_rng(8), n_boot=300), np.random.default_rng(8)
+    means = np.min([cluster_bootstrap(v, c, stream, n_boot=300) for v, c in sets], 0)
+    assert np.isclose(got.mean, min(v.mean() for v, _ in sets)) and np.allclose(
+        got[1:], np.quantile(means, [0.025, 0.975])
+    )
+
+
+def test_bootstrap_worst_of_one_benchmark_and_of_equal_methods():
+    v, c = np.random.default_rng(9).random(60), np.repeat(np.arange(6), 10)
+    assert np.allclose(bootstrap_worst([(v, c)], spawn_rngs(2).eval), bootstrap(v, c, spawn_rngs(2).eval))
+    assert bootstrap_worst([(v, c, v), (v**2, c, v**2)], spawn_rngs(2).eval) == (0, 0, 0)
+    assert np.allclose(bootstrap_worst([(v + 0.1, c, v), (v**2 + 0.1, c, v**2)], spawn_rngs(2).eval), 0.1)
+
+
+# ---- variance components
+
+
+def test_mean_squares_of_one_class_equal_two_way_anova():
     "One class: the classical ANOVA of seeds by queries, from statsmodels."
     sm, formula = pytest.importorskip("statsmodels.api"), pytest.importorskip("statsmodels.formula.api")
     import pandas as pd
@@ -59,10 +203,10 @@ def test_mean_squares_are_those_of_a_two_way_table():
     )
 
 
-def test_the_spread_of_one_runs_mean_is_recovered():
-    "Many splits: parts equal the variances put in; total equals the variance of a single run's mean, measured."
+def test_variance_components_recover_the_simulated_variances():
+    "Many splits: the components equal the simulated ones; the total equals the measured variance of the mean of a run."
     y, r = np.repeat(np.arange(8), [3, 5, 8, 8, 10, 12, 20, 30]), rng(3)
-    o, c = world(r, 4000, 2, y, 0.03, 0.1, 0.02, 0.3, 0.2)
+    o, c = simulate(r, 4000, 2, y, 0.03, 0.1, 0.02, 0.3, 0.2)
     got = variance_components([(o, c)], r, n_draws=200)
     share = np.bincount(y) / len(y)
     expected = np.sqrt([0.03**2 + 0.01 * (share**2).sum(), 0.02**2, (0.09 + 0.04) / len(y)])
@@ -72,16 +216,18 @@ def test_the_spread_of_one_runs_mean_is_recovered():
     )
 
 
-def test_intervals_hold_the_truth():
-    "300 worlds of 5 splits and 3 seeds; 0.95 within 4 standard errors of a binomial share, or wider."
+def test_variance_component_intervals_have_their_coverage():
+    "300 simulations of 5 splits and 3 seeds; at least 0.95 minus 4 standard errors of a binomial share."
     y, r, truth = np.repeat(np.arange(12), 10), rng(4), np.sqrt([0.04**2 + 0.09**2 / 12, 0.03**2, (0.09 + 0.04) / 120])
-    found = [variance_components([world(r, 5, 3, y, 0.04, 0.09, 0.03, 0.3, 0.2)], r, n_draws=800) for _ in range(300)]
+    found = [
+        variance_components([simulate(r, 5, 3, y, 0.04, 0.09, 0.03, 0.3, 0.2)], r, n_draws=800) for _ in range(300)
+    ]
     for k in range(3):
         assert np.mean([f[k].low <= truth[k] <= f[k].high for f in found]) > 0.95 - 4 * (0.95 * 0.05 / 300) ** 0.5
 
 
-def test_the_interval_of_one_mean_square_is_exact():
-    "Without query noise and seed effects only the split part is left: the chi-square interval of a variance."
+def test_split_interval_equals_the_chi_square_interval():
+    "Without query noise and seed effects only the split component is left."
     means = rng(5).normal(size=6)
     o = [np.full((2, 4), m) for m in means]
     got = variance_components([(o, [np.array([0, 0, 1, 1])] * 6)], rng(6), n_draws=200_000).split
@@ -89,8 +235,8 @@ def test_the_interval_of_one_mean_square_is_exact():
     assert np.isclose(got.mean, means.std(ddof=1)) and np.allclose([got.low, got.high], exact, rtol=0.01)
 
 
-def test_the_interval_of_seeds_alone_is_exact():
-    "Runs that differ in their mean only: the chi-square interval with 4 (3 - 1) degrees of freedom."
+def test_seed_interval_equals_the_chi_square_interval():
+    "Runs that differ in their mean only: 4 (3 - 1) degrees of freedom."
     runs = rng(5).normal(size=(4, 3))
     got = variance_components(
         [([np.repeat(r[:, None], 4, 1) for r in runs], [np.array([0, 0, 1, 1])] * 4)], rng(6), n_draws=200_000
@@ -101,9 +247,9 @@ def test_the_interval_of_seeds_alone_is_exact():
     )
 
 
-def test_parts_follow_scale_and_forget_shift_and_order():
+def test_variance_components_under_scale_shift_and_order():
     y, r = np.repeat(np.arange(4), 6), rng(7)
-    o, c = world(r, 3, 2, y, 0.1, 0.1, 0.1, 0.3, 0.2)
+    o, c = simulate(r, 3, 2, y, 0.1, 0.1, 0.1, 0.3, 0.2)
     parts = lambda o, c: np.array(variance_components([(o, c)], rng(8), n_draws=500))
     p = rng(9).permutation(len(y))
     assert np.allclose(parts([100 * h for h in o], c), 100 * parts(o, c)) and np.allclose(
@@ -119,21 +265,21 @@ def test_parts_follow_scale_and_forget_shift_and_order():
 # ---- tests
 
 
-def test_one_benchmark_is_the_paired_t_test():
+def test_paired_test_of_one_benchmark_is_the_paired_t_test():
     a, b = rng(0).random(20), rng(1).random(20) + 0.1
     theirs, got = stats.ttest_rel(a, b), paired_test([a - b])
     interval = theirs.confidence_interval(0.95)
     assert np.allclose([got.p, got.df, got.low, got.high], [theirs.pvalue, 19, interval.low, interval.high])
 
 
-def test_two_benchmarks_are_welchs_test():
+def test_paired_test_of_two_benchmarks_is_welchs_test():
     "The mean of two means is half of a difference when the second has its sign turned."
     a, b = rng(0).normal(0.3, 1, 9), rng(1).normal(0, 3, 25)
     theirs, got = stats.ttest_ind(a, -b, equal_var=False), paired_test([a, b])
     assert np.allclose([got.p, got.df, got.mean], [theirs.pvalue, theirs.df, (a.mean() + b.mean()) / 2])
 
 
-def test_it_errs_as_often_as_it_says():
+def test_paired_test_has_its_false_positive_rate():
     r = rng(2)
     p = np.array(
         [
@@ -146,11 +292,11 @@ def test_it_errs_as_often_as_it_says():
     )  # Welch's degrees of freedom are approximate
 
 
-def test_no_difference_at_all_is_no_difference():
+def test_paired_test_of_constant_differences():
     assert paired_test([np.zeros(4)]).p == 1 and paired_test([np.ones(4)]).p == 0
 
 
-def test_holm_is_statsmodels():
+def test_holm_equals_statsmodels():
     "Random p-values with ties, zeros and ones."
     multiple, r = pytest.importorskip("statsmodels.stats.multitest"), rng(5)
     for m in [1, 2, *r.integers(3, 13, 60)]:
@@ -166,16 +312,16 @@ def test_class_means_by_hand():
 
 
 @pytest.mark.parametrize("lead, rate, correlation", [(0.042, 0.59, 0.6), (0.02, 0.9, 0.3), (0.1, 0.5, -0.2)])
-def test_queries_needed_is_statsmodels(lead, rate, correlation):
+def test_required_queries_equals_statsmodels(lead, rate, correlation):
     power = pytest.importorskip("statsmodels.stats.power")
     sd = (2 * rate * (1 - rate) * (1 - correlation)) ** 0.5
     theirs = power.NormalIndPower().solve_power(lead / sd, alpha=0.05, power=0.8, ratio=0)
     assert abs(required_queries(lead, rate, correlation) - theirs) < 1 + 1e-3 * theirs
-    assert abs(required_queries(lead, rate, correlation, design=1.5) - 1.5 * theirs) < 1 + 2e-3 * theirs
+    assert abs(required_queries(lead, rate, correlation, design_effect=1.5) - 1.5 * theirs) < 1 + 2e-3 * theirs
 
 
-def test_that_many_queries_have_that_power():
-    "The two methods right alone on shares b + lead and b of the queries."
+def test_required_queries_have_the_power():
+    "Exactly one of the two methods has a hit, on shares b + lead and b of the queries."
     lead, rate, rho, r = 0.05, 0.6, 0.5, rng(3)
     n, b = required_queries(lead, rate, rho), rate * (1 - rate) * (1 - rho) - lead / 2
     u = r.random((4000, n))
@@ -185,15 +331,15 @@ def test_that_many_queries_have_that_power():
 
 
 @pytest.mark.parametrize("hits, queries, rate, correlation", [(7, 168, 0.59, 0.6), (1, 5, 0.5, 0), (3, 40, 0.9, 0.2)])
-def test_chance_of_a_lead_is_a_mixture_of_binomials(hits, queries, rate, correlation):
-    "Among m queries on which one alone is right, the side is a fair coin."
+def test_null_lead_probability_is_a_mixture_of_binomials(hits, queries, rate, correlation):
+    "Among m queries on which exactly one method has a hit, each of the two is equally likely."
     m = np.arange(queries + 1)
     discordant = stats.binom.pmf(m, queries, 2 * rate * (1 - rate) * (1 - correlation))
     tail = [2 * stats.binom.sf(np.ceil((k + hits) / 2) - 1, k, 0.5) for k in m]
     assert np.isclose(null_lead_probability(hits, queries, rate, correlation), (discordant * np.minimum(tail, 1)).sum())
 
 
-def test_equal_outcomes_never_differ_and_more_queries_differ_less():
+def test_null_lead_probability_falls_with_correlation_and_queries():
     assert null_lead_probability(1, 50, 0.6, 1) == 0
     assert null_lead_probability(7, 168, 0.6, 0.5) > null_lead_probability(70, 1680, 0.6, 0.5) > 0
 
@@ -203,7 +349,7 @@ def test_design_effect_of_independent_and_of_copied_queries():
     assert abs(design_effect(d, c) - 1) < 0.1 and abs(design_effect(np.repeat(d[:6000], 10), c) - 10) < 0.01
 
 
-def test_design_effect_is_the_cluster_robust_variance_over_the_plain_one():
+def test_design_effect_is_the_ratio_of_cluster_robust_to_plain_variance():
     sm = pytest.importorskip("statsmodels.api")
     c = np.repeat(np.arange(7), [3, 5, 8, 2, 9, 4, 4])
     d = rng(6).normal(size=35) + rng(7).normal(size=7)[c]
@@ -219,7 +365,7 @@ def test_design_effect_is_the_cluster_robust_variance_over_the_plain_one():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 400), st.data(), st.integers(2, 4))
-def test_every_printed_proportion_fits_its_own_hits(n, data, places):
+def test_consistent_counts_contain_the_true_count(n, data, places):
     k = data.draw(st.integers(0, n))
     for rounding in (ROUND_HALF_UP, ROUND_HALF_EVEN):
         text = str((Decimal(k) / n).quantize(Decimal(1).scaleb(-places), rounding))
@@ -228,14 +374,14 @@ def test_every_printed_proportion_fits_its_own_hits(n, data, places):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 300))
-def test_counts_are_all_there_are(value, n):
+def test_consistent_counts_equal_brute_force(value, n):
     text = f"{value / 1000:.3f}"
     assert list(consistent_counts(text, n)) == [
         k for k in range(n + 1) if abs(Decimal(k) / n - Decimal(text)) <= Decimal("0.0005")
     ]
 
 
-def test_seed_counts_equal_brute_force():
+def test_consistent_seed_counts_equal_brute_force():
     n, mean, sd = 30, "0.611", "0.042"
     brute = [
         k
@@ -252,7 +398,7 @@ def test_seed_counts_equal_brute_force():
     )
 
 
-def test_rank_correlation_is_spearmans_inside_each_group():
+def test_rank_correlation_is_spearmans_within_groups():
     a, b, where = rng().integers(6, size=(3, 90))  # with ties
     assert np.isclose(rank_correlation(a, b), stats.spearmanr(a, b)[0])
     ranks = [
@@ -261,7 +407,7 @@ def test_rank_correlation_is_spearmans_inside_each_group():
     assert np.isclose(rank_correlation(a, b, where), np.corrcoef(*ranks)[0, 1])
     assert np.isclose(
         rank_correlation(a + 100 * where, b - 50 * where, where), rank_correlation(a, b, where)
-    )  # a level is no answer
+    )  # the level of a group does not matter
     assert np.isclose(rank_correlation(np.exp(a), b, where), rank_correlation(a, b, where)) and np.isnan(
         rank_correlation(where, b, where)
     )
@@ -277,12 +423,16 @@ def test_rank_correlation_is_spearmans_inside_each_group():
         (lambda: variance_components([([np.ones((2, 2))] * 2, [[0, 1]] * 2)], rng()), "outnumber"),
         (lambda: paired_test([]), "two classes"),
         (lambda: holm([1.5]), "0..1"),
-        (lambda: required_queries(0.1, 1, 0), "rate"),
-        (lambda: null_lead_probability(0, 5, 0.5, 0), "hits"),
+        (lambda: required_queries(0.1, 1, 0), "label_precision"),
+        (lambda: null_lead_probability(0, 5, 0.5, 0), "lead must"),
         (lambda: class_means([1, 2], [0]), "labels"),
+        (lambda: bootstrap([], [], rng()), "at least one"),
+        (lambda: bootstrap([1, np.nan], [0, 0], rng()), "NaN"),
+        (lambda: bootstrap([1, 0], [0, -1], rng()), "1 unlabelled"),
+        (lambda: bootstrap([1, 0], [0, 0], rng(), confidence=95), "confidence"),
     ],
 )
-def test_bad_input_is_named(call, text):
+def test_bad_input_raises_with_a_message(call, text):
     with pytest.raises(InputError) as error:
         call()
     assert text in str(error.value)

@@ -1,0 +1,307 @@
+"Evaluation: compared with loops; duplicates, overlapping galleries, missing kinds of classes, unusual labels."
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.exceptions import NotFittedError
+
+from ega.arrays import InputError, normalize
+from ega.estimator import EmbeddingAdapter
+from ega.evaluation import (
+    EXTRA_NEIGHBOURS,
+    change_against_frozen,
+    evaluate,
+    evaluate_embeddings,
+    knn_among_rows,
+    label_hits,
+    rows_with_classmate,
+)
+from ega.metrics import loo_lp_at_k
+from ega.search import knn, loo_knn
+from ega.statistics import bootstrap
+
+
+def clouds(classes=6, n=15, d=8, noise=0.7, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.repeat(np.arange(classes), n)
+    return normalize(rng.normal(size=(classes, d))[y] + noise * rng.normal(size=(classes * n, d))), y
+
+
+def lp_by_loop(x, y, queries, gallery):
+    "LP@1 of each query: the mean hit over the other gallery rows at the smallest distance."
+    out = []
+    for q in queries:
+        others = np.array([g for g in gallery if g != q])
+        distance = ((x[others].astype("f8") - x[q].astype("f8")) ** 2).sum(1)
+        nearest = others[distance <= distance.min() + 1e-6]
+        out.append(np.mean(y[nearest] == y[q]))
+    return np.array(out)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    "An estimator fitted on four of six classes, all rows and labels."
+    x, y = clouds()
+    return EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x[y < 4], y[y < 4]), x, y
+
+
+# ---- search some rows among others
+
+
+@pytest.mark.parametrize("kind", ["same", "reordered", "disjoint", "overlap", "subset"])
+def test_knn_among_rows_equals_a_loop(kind):
+    x, _ = clouds()
+    rng = np.random.default_rng(1)
+    gallery = rng.permutation(90)[:40]
+    queries = {
+        "same": gallery,
+        "reordered": gallery[::-1],
+        "disjoint": np.setdiff1d(np.arange(90), gallery),
+        "overlap": rng.permutation(90)[:50],
+        "subset": gallery[5:12],
+    }[kind]
+    D, I = knn_among_rows(x, queries, gallery, 4, device="cpu")
+    for q, distances, positions in zip(queries, D, I):
+        others = gallery[gallery != q]
+        expected = np.sort(((x[others].astype("f8") - x[q].astype("f8")) ** 2).sum(1))[:4]
+        assert q not in gallery[positions] and np.allclose(distances, expected, atol=1e-6)
+        assert len(set(positions)) == 4
+
+
+def test_knn_among_rows_returns_duplicates_but_not_the_query_itself():
+    "Ten equal rows, more than the neighbours that are searched; the gallery overlaps the queries in part."
+    x = normalize(np.r_[np.ones((10, 3)), np.eye(3)])
+    queries, gallery = np.array([0, 4, 9, 11]), np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12])
+    for k in (1, 3, 9):
+        D, I = knn_among_rows(x, queries, gallery, k, device="cpu")
+        assert (gallery[I] != queries[:, None]).all()
+        assert (D[:3] == 0).all() and (D[3] > 0).all()
+
+
+def test_knn_among_rows_uses_leave_one_out_or_plain_search_where_they_apply():
+    x, _ = clouds()
+    a, b = np.arange(0, 90, 2), np.arange(1, 90, 2)
+    for got, expected in (
+        (knn_among_rows(x, a, a, 3, device="cpu"), loo_knn(x[a], 3, device="cpu")),
+        (knn_among_rows(x, a, b, 3, device="cpu"), knn(x[a], x[b], 3, device="cpu")),
+    ):
+        assert (got.I == expected.I).all() and got.D.tobytes() == expected.D.tobytes()
+
+
+def test_a_gallery_of_the_query_alone_gives_padding_and_a_miss():
+    x, y = clouds()
+    for queries in ([3], [3, 4]):
+        found = knn_among_rows(x, queries, [3], 2, device="cpu")
+        assert found.I[0].tolist() == [-1, -1] and np.isinf(found.D[0]).all()
+    hits = label_hits(x, y, [3], [3], device="cpu")
+    assert hits.hit.tolist() == [0] and hits.neighbour.tolist() == [-1]
+
+
+def test_label_hits_equal_a_loop_with_duplicates_and_overlap():
+    x, y = clouds(noise=0.9)
+    x = x[np.random.default_rng(2).integers(90, size=90)]  # many rows occur several times, with different labels
+    y = np.random.default_rng(3).permutation(y)
+    queries, gallery = np.arange(0, 60), np.arange(30, 90)
+    hits = label_hits(x, y, queries, gallery, device="cpu")
+    assert np.allclose(hits.hit, lp_by_loop(x, y, queries, gallery))
+    assert ((hits.hit > 0) & (hits.hit < 1)).any()  # ties were averaged
+    assert (hits.neighbour != queries).all() and np.isin(hits.neighbour, gallery).all()
+    everyone = np.arange(90)
+    assert np.allclose(label_hits(x, y, everyone, everyone, device="cpu").hit, loo_lp_at_k(x, y, device="cpu"))
+
+
+def test_label_hits_average_over_ties_up_to_the_extra_neighbours():
+    x = normalize(np.repeat([[1.0, 0.0]], EXTRA_NEIGHBOURS + 2, 0))
+    y = np.r_[0, 0, np.ones(EXTRA_NEIGHBOURS, int)]
+    rows = np.arange(len(x))
+    assert np.isclose(label_hits(x, y, rows, rows, device="cpu").hit[0], 1 / (EXTRA_NEIGHBOURS + 1))
+
+
+def test_rows_with_classmate():
+    y = np.array([0, 1, 0, 2, 1, 2, 10**15, 10**15])  # large labels must not allocate memory by their size
+    assert rows_with_classmate(y, [0, 1, 2, 3]).tolist() == [0, 2]
+    assert rows_with_classmate(y, [5, 4, 3, 1]).tolist() == [5, 4, 3, 1]  # in the given order
+    assert rows_with_classmate(y, [6, 0, 7]).tolist() == [6, 7]
+    assert rows_with_classmate(y, [0, 1, 3]).tolist() == []
+    empty = rows_with_classmate(y, [])
+    assert empty.tolist() == [] and y[empty].tolist() == []  # usable as an index
+
+
+# ---- the change against frozen
+
+
+def test_change_is_the_bootstrap_of_the_paired_difference():
+    rng = np.random.default_rng(0)
+    before, after = rng.integers(2, size=(2, 60))
+    classes = rng.integers(7, size=60)
+    got = change_against_frozen(before, after, classes, random_state=3, confidence=0.8)
+    expected = bootstrap(100.0 * after - 100.0 * before, classes, np.random.default_rng(3), confidence=0.8)
+    assert got[4:] == tuple(expected) and (got.n_queries, got.n_classes) == (60, 7)
+    assert np.isclose(got.frozen, 100 * before.mean()) and np.isclose(got.adapted - got.frozen, got.change)
+    assert got == change_against_frozen(before, after, classes, random_state=3, confidence=0.8)
+    assert got[5:] != change_against_frozen(before, after, classes, random_state=4, confidence=0.8)[5:]
+
+
+def test_change_of_equal_outcomes_is_zero():
+    assert change_against_frozen([0, 1, 1], [0, 1, 1], [5, 5, 6])[4:] == (0, 0, 0)
+
+
+# ---- two galleries
+
+
+def test_evaluate_embeddings_equals_a_loop_in_all_galleries():
+    x, y = clouds(noise=0.9)
+    z = normalize(x @ np.random.default_rng(1).normal(size=(8, 5)))  # another number of columns
+    y = y.copy()
+    y[::9] = -1
+    seen = np.isin(y, [0, 2, 5])
+    table = evaluate_embeddings(x, z, y, seen, device="cpu").set_index(["classes", "gallery"])
+    kinds = {"seen": np.flatnonzero((y >= 0) & seen), "unseen": np.flatnonzero((y >= 0) & ~seen)}
+    labelled = np.flatnonzero(y >= 0)
+    assert list(table.index) == [("seen", "seen"), ("seen", "mixed"), ("unseen", "unseen"), ("unseen", "mixed")]
+    for (kind, gallery), line in table.iterrows():
+        rows = labelled if gallery == "mixed" else kinds[gallery]
+        before, after = (lp_by_loop(v, y, kinds[kind], rows) for v in (x, z))
+        assert line.n_queries == len(kinds[kind]) and line.n_classes == 3
+        assert np.isclose(line.frozen, 100 * before.mean()) and np.isclose(line.adapted, 100 * after.mean())
+        change = change_against_frozen(before, after, y[kinds[kind]])
+        assert np.allclose([line.change, line.low, line.high], change[4:])
+
+
+def test_capture_rate_by_hand():
+    """Unseen rows 0..3 on a line: in x rows 0 and 1 are nearest to each other, 2 and 3 each to a seen row.
+
+    In z row 2 moves next to row 3. So the capture rate is 2/4 in x and 0 in z.
+    """
+    angle = np.deg2rad([0, 1, 30, 60, 32, 58])
+    x = np.stack([np.cos(angle), np.sin(angle)], 1)
+    angle[2] = np.deg2rad(59.5)
+    z = np.stack([np.cos(angle), np.sin(angle)], 1)
+    y, seen = np.array([0, 0, 1, 1, 2, 2]), np.array([False] * 4 + [True] * 2)
+    table = evaluate_embeddings(x, z, y, seen, device="cpu").set_index(["classes", "gallery"])
+    line = table.loc[("unseen", "mixed")]
+    assert (line.capture_rate_frozen, line.capture_rate_adapted) == (50, 0)
+    assert (line.frozen, line.adapted, line.change) == (50, 100, 50)
+    others = table.drop(("unseen", "mixed"))[["capture_rate_frozen", "capture_rate_adapted"]]
+    assert others.isna().all(axis=None)
+
+
+def test_rows_without_classmate_are_in_the_gallery_but_are_no_queries():
+    angle = np.deg2rad([0, 10, 4, 90, 100])
+    x = np.stack([np.cos(angle), np.sin(angle)], 1)
+    y, seen = np.array([0, 0, 7, 1, 1]), np.array([False, False, False, True, True])
+    table = evaluate_embeddings(x, x, y, seen, device="cpu").set_index(["classes", "gallery"])
+    assert (table.n_queries == 2).all() and (table.n_classes == 1).all()
+    assert table.loc[("unseen", "unseen"), "frozen"] == 0  # the row of class 7 lies between
+    assert table.loc[("seen", "mixed"), "frozen"] == 100
+
+
+@pytest.mark.parametrize("value, kind", [(True, "seen"), (False, "unseen")])
+def test_with_one_kind_of_classes_there_is_no_mixed_gallery(value, kind):
+    x, y = clouds()
+    table = evaluate_embeddings(x, x, y, np.full(90, value), device="cpu")
+    assert table[["classes", "gallery"]].values.tolist() == [[kind, kind]]
+    assert table.n_queries[0] == 90 and table.change[0] == 0
+
+
+def test_a_kind_without_queries_is_left_out_but_is_searched():
+    "One unseen row alone: seen queries still have a mixed gallery with it."
+    x, y = clouds()
+    rows = np.r_[np.flatnonzero(y < 5), 89]
+    table = evaluate_embeddings(x[rows], x[rows], y[rows], y[rows] < 5, device="cpu")
+    assert table[["classes", "gallery"]].values.tolist() == [["seen", "seen"], ["seen", "mixed"]]
+
+
+def test_unlabelled_rows_change_nothing():
+    x, y = clouds()
+    z = normalize(x + 0.3)
+    more = np.random.default_rng(4).normal(size=(20, 8))
+    with_more = evaluate_embeddings(
+        normalize(np.r_[x, more]), normalize(np.r_[z, more]), np.r_[y, [-1] * 20], np.r_[y < 4, [True] * 20]
+    )
+    pd.testing.assert_frame_equal(with_more, evaluate_embeddings(x, z, y, y < 4))
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda x, y: evaluate_embeddings(x[:3], x[:3], [0, 1, 2], [True] * 3), "no class has two labelled rows"),
+        (lambda x, y: evaluate_embeddings(x, x, np.full(90, -1), y < 4), "no class has two labelled rows"),
+        (lambda x, y: evaluate_embeddings(x, x[:9], y, y < 4), "same rows, got 90, 9"),
+        (lambda x, y: evaluate_embeddings(x, x, y, [True]), "same rows"),
+        (lambda x, y: evaluate_embeddings(x, x, y[:5], y < 4), "90 rows, 5 labels"),
+        (lambda x, y: evaluate_embeddings(x, x, y, y < 4, confidence=95), "confidence"),
+    ],
+)
+def test_bad_input_raises_with_a_message(call, text):
+    with pytest.raises(InputError) as error:
+        call(*clouds())
+    assert text in str(error.value)
+
+
+# ---- a fitted estimator
+
+
+def test_evaluate_compares_the_transformed_rows(fitted):
+    e, x, y = fitted
+    got = evaluate(e, 5 * x, y, random_state=2)
+    expected = evaluate_embeddings(x, e.transform(x), y, y < 4, device="cpu", random_state=2)
+    pd.testing.assert_frame_equal(got, expected)
+    assert (got.frozen != got.adapted).any()
+    narrow = evaluate(e, x, y, random_state=2, confidence=0.5)
+    assert (narrow.high - narrow.low < got.high - got.low).all()
+
+
+def test_evaluate_accepts_other_types_of_rows_and_labels(fitted):
+    e, x, y = fitted
+    expected = evaluate(e, x, y)
+    pd.testing.assert_frame_equal(evaluate(e, torch.tensor(x), torch.tensor(y)), expected)
+    pd.testing.assert_frame_equal(evaluate(e, x.tolist(), pd.Series(y)), expected)
+    pd.testing.assert_frame_equal(evaluate(e, x, y.astype(float)), expected)
+
+
+def test_evaluate_with_text_labels_equals_integer_labels():
+    x, y = clouds()
+    names = np.array([f"class {label}" for label in y], dtype=object)
+    names[[1, 40]] = ["", None]  # unlabelled
+    numbers = y.copy()
+    numbers[[1, 40]] = -1
+    tables = []
+    for labels in (numbers, names):
+        e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x[y < 4], labels[y < 4])
+        tables.append(evaluate(e, x, labels))
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0].n_queries.tolist() == [58, 58, 30, 30]
+
+
+def test_evaluate_on_seen_or_on_unseen_classes_only(fitted):
+    e, x, y = fitted
+    assert evaluate(e, x[y < 4], y[y < 4]).gallery.tolist() == ["seen"]
+    assert evaluate(e, x[y >= 4], y[y >= 4]).gallery.tolist() == ["unseen"]
+    assert evaluate(e, x, y + 100).gallery.tolist() == ["unseen"]
+
+
+def test_evaluate_refuses_what_it_cannot_use(fitted):
+    e, x, y = fitted
+    with pytest.raises(NotFittedError):
+        evaluate(EmbeddingAdapter(), x, y)
+    for labels, text in (
+        ([f"k{label}" for label in y], "must be integers, as in fit"),
+        (np.full(90, -1), "class"),
+        ([""] * 90, "no class has two labelled rows"),
+        (y[:9], "90 rows, 9 labels"),
+        (y + 0.5, "integer labels"),
+    ):
+        with pytest.raises(InputError) as error:
+            evaluate(e, x, labels)
+        assert text in str(error.value)
+    with pytest.raises(InputError, match="5 features"):
+        evaluate(e, x[:, :5], y)
+
+
+def test_evaluate_refuses_integers_after_text_labels():
+    x, y = clouds()
+    e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x, [f"k{label}" for label in y])
+    with pytest.raises(InputError, match="must be strings, as in fit, got int64"):
+        evaluate(e, x, y)
