@@ -108,7 +108,9 @@ def modules(
     return {group: kept for group, of in rows.items() if (kept := [row for row in of if row[0]])}
 
 
-NOT_INHERITED = "object, tuple, dict, Exception, Module, Function, BaseEstimator, TransformerMixin, ClassNamePrefixFeaturesOutMixin"
+NOT_INHERITED = (
+    "object, tuple, dict, Exception, Module, Function, BaseEstimator, TransformerMixin, ClassNamePrefixFeaturesOutMixin"
+)
 
 TASKS = {
     "Make and store embeddings": (

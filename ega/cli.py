@@ -184,7 +184,7 @@ def _report(args):
         random_state=args.seed,
     )
     if args.json:
-        print(json.dumps({"out": args.out, "groups": json.loads(comparison.kinds.to_json(orient="records"))}))
+        print(json.dumps({"out": args.out, "groups": json.loads(comparison.groups.to_json(orient="records"))}))
     else:
         print(f"{summary_sentence(comparison)}\n{args.out}")
 
@@ -264,7 +264,7 @@ def _migrate_index(args, store):
         progress=_show_progress(args),
     )
     if args.activate:
-        indexes.switch(version if args.activate is True else args.activate)
+        indexes.activate(version if args.activate is True else args.activate)
     rows = len(indexes.open(version, args.adapter))
     return {"version": version, "rows": rows, "previous": previous, "active": indexes.current}
 

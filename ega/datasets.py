@@ -213,7 +213,7 @@ def read_clinc(
 ) -> Source:
     "Texts in the format of CLINC150; out-of-scope texts have label -1."
     path = Path(path)
-    content = read_json(path, "a JSON object of lists of [text, intent]", cure="use a .csv for other texts")
+    content = read_json(path, "a JSON object of lists of [text, intent]", hint="use a .csv for other texts")
     try:
         rows = _clinc_rows(content)
     except (ValueError, AttributeError, TypeError, KeyError) as error:

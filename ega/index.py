@@ -321,7 +321,7 @@ def _read_ids(path):
     from safetensors.numpy import load_file
 
     if path.suffix == ".json":
-        ids = read_json(path, "a list of ids", kind=list, most=2**32)
+        ids = read_json(path, "a list of ids", root_type=list, max_bytes=2**32)
         if any(type(i) is not str for i in ids):
             raise InputError(f"{path}: ids must all be texts; save the index again")
         return np.array(ids, dtype=str)
@@ -374,7 +374,7 @@ def _read_index(folder, adapter):
     "Adapter, FAISS index and ids of a saved index, after comparing the files with their hashes."
     folder = Path(folder)
     description = "the description of a folder written by AdaptedIndex.save"
-    about = read_json(folder / "about.json", description, cure="save it again")
+    about = read_json(folder / "about.json", description, hint="save it again")
     for key in ("index", "ids", "fingerprint"):
         _check_file_name(about.get(key), folder / "about.json")
     fingerprint = about["fingerprint"]
@@ -759,7 +759,7 @@ class _IndexVersions:
         path = self.folder / "current.json"
         if not path.exists():
             return None
-        about = read_json(path, "the name of a version", cure="activate a version")
+        about = read_json(path, "the name of a version", hint="activate a version")
         return _check_file_name(about.get("version"), path)
 
     def versions(self) -> list[str]:
@@ -885,7 +885,7 @@ class SentenceAdapter(torch.nn.Module):
         "Replace the sentence embeddings by adapted unit rows."
         x = l2_normalize(features["sentence_embedding"])
         linear = self.transform.matrix is not None
-        features["sentence_embedding"] = l2_normalize(x @ self.matrix.T) if linear else self.adapter(x)
+        features["sentence_embedding"] = l2_normalize(x @ torch.as_tensor(self.matrix).T) if linear else self.adapter(x)
         return features
 
     def get_embedding_dimension(self) -> int:

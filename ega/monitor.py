@@ -144,7 +144,7 @@ def _read_about(path):
     "Read and check `monitor.json`."
     types = {"fingerprint": str, "signals": list, "k": int, "significance": float, "horizon": int}
     types["batches_checked"] = int
-    about = read_json(path, "the description of a folder written by Monitor.save", cure="save it again")
+    about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
     wrong = [key for key in types | about if key not in types or type(about.get(key)) is not types[key]]
     if not wrong:
         wrong = [name for name in about["signals"] if not isinstance(name, str) or name not in SIGNALS]

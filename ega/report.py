@@ -27,7 +27,7 @@ from ega.arrays import (
     import_optional,
     spawn_rngs,
 )
-from .evaluation import TIES, change_against_frozen, label_hits, search_rows_among
+from .evaluation import EXTRA_NEIGHBOURS, change_against_frozen, knn_among_rows, label_hits
 from .files import atomic_write, hash_arrays
 from .metrics import ar_at_k, displacement, lp_at_k
 from .search import ivf_sweep, knn
@@ -68,7 +68,7 @@ def query_outcomes(
         raise InputError(f"a report needs at least {k + 9} labelled rows, got {len(rows)}; label more")
     out: dict[str, Any] = {"row": rows, "label": y[rows], "group": groups[rows]}
     for name, embeddings in (("frozen", x), ("adapted", z)):
-        found = search_rows_among(embeddings, rows, rows, k + TIES)
+        found = knn_among_rows(embeddings, rows, rows, k + EXTRA_NEIGHBOURS)
         out[name] = lp_at_k(found, y[rows], y[rows])
         out[f"{name}_neighbours"] = list(rows[found.I[:, :k]])
     out["displacement"] = displacement(z[rows], x[rows]) if x.shape == z.shape else np.full(len(rows), np.nan)
@@ -135,7 +135,7 @@ def strength_curve(
             drawn[group] = np.sort(rng.permutation(members)[:queries])
     curve: dict[str, list] = {group: [] for group in drawn}
     for strength in CURVE_STRENGTHS:
-        mixed = np.float32(interpolate(x[rows], z[rows], strength))
+        mixed = np.asarray(interpolate(x[rows], z[rows], strength), np.float32)
         for group, members in drawn.items():
             curve[group].append(100 * label_hits(mixed, y[rows], members, np.arange(len(rows))).hit.mean())
     return pd.DataFrame(curve, index=list(CURVE_STRENGTHS))

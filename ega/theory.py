@@ -196,7 +196,7 @@ class TrajectoryRecorder(Objective):
         every: int = 1,  # steps between measurements of the Jacobian and triplet norms; in between the last one is kept
         tol: float = 1e-3,  # of the power iterations
     ):
-        super().__init__(self._record_loss, objective.numbers, objective.parameters)
+        super().__init__(self._record_loss, objective.draw, objective.parameters)
         self.objective, self.x, self.gen = objective, x, gen
         self.sample_triplets, self.margin, self.every, self.tol = sample_triplets, margin, every, tol
         self.steps: list[dict] = []  # one dict a step; the last one is incomplete

@@ -130,7 +130,7 @@ def _read_progress(
                 raise InputError(exists_already.format(p))
         return _Progress(False, 0, False)
     cure = f"delete it and {part.name} to start again"
-    found = read_json(path, "the progress file of an earlier run", cure=cure)
+    found = read_json(path, "the progress file of an earlier run", hint=cure)
     _check_progress(found, provenance, part, path)
     if not target.exists():
         return _Progress(True, found["rows"], False)

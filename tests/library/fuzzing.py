@@ -588,11 +588,11 @@ def journal(folder):
     write_adapter(folder)
     np.save(folder / "x.npy", rows())
     adapter = load_adapter(folder / "f.safetensors").to("cpu")
-    owner = transform._owner(
+    owner = transform._provenance(
         adapter, [folder / "x.npy"], N, transform.TransformOptions(None, 8, "float32", "float32", False, 1, "cpu")
     )
-    transform._note(folder / "z.npy.part.json", owner, 8)
-    (folder / "z.npy.part").write_bytes(transform._header(N, D, np.dtype("f4")) + bytes(8 * D * 4))
+    transform._write_progress(folder / "z.npy.part.json", owner, 8)
+    (folder / "z.npy.part").write_bytes(transform._npy_header(N, D, np.dtype("f4")) + bytes(8 * D * 4))
     return ["z.npy.part.json"]
 
 
@@ -814,7 +814,7 @@ class Mean:
     modality, name, preprocessing, weights = "image", "mean", "none", "0"
 
     def prepare(self, raw):
-        return encoders.preprocess_image(raw, encoders.ImagePreprocessing(shorter=8, crop=8))
+        return encoders.preprocess_image(raw, encoders.ImagePreprocessing(resize=8, crop=8))
 
     def encode(self, batch):
         return np.stack(batch).reshape(len(batch), -1)[:, :D] + np.float32(2)
@@ -946,7 +946,7 @@ def write_onnx(folder):
 
 def onnx_encoded(folder):
     e = encoders.OnnxImageEncoder(
-        folder / "e.onnx", preprocess=encoders.ImagePreprocessing(shorter=8, crop=8), threads=1
+        folder / "e.onnx", preprocess=encoders.ImagePreprocessing(resize=8, crop=8), threads=1
     )
     return digest(e.encode([e.prepare(png((9, 9, 9)))]))
 

@@ -382,7 +382,7 @@ def test_onnx_reads_no_weights_outside_its_folder(tmp_path):
         (tmp_path / "m" / "e.onnx").write_bytes(onnx_file(tmp_path, external=name))
         with pytest.raises(InputError, match="cannot load"):
             encoders.OnnxImageEncoder(
-                tmp_path / "m" / "e.onnx", preprocess=encoders.ImagePreprocessing(shorter=8, crop=8)
+                tmp_path / "m" / "e.onnx", preprocess=encoders.ImagePreprocessing(resize=8, crop=8)
             )
 
 

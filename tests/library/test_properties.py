@@ -158,7 +158,7 @@ def test_splits_do_not_leak(pytestconfig, count):
         rng = np.random.default_rng(seed)
         if len(np.unique(y[y >= 0])) < 2:
             return
-        c = split_classes(y, rng, seen=share)
+        c = split_classes(y, rng, seen_fraction=share)
         seen = np.flatnonzero(np.isin(y, c.seen))
         fit, asked = (seen[p] for p in row_split(y[seen], rng))
         unseen = np.flatnonzero(np.isin(y, c.unseen))

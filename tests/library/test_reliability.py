@@ -91,7 +91,7 @@ def embedded(folder):
         {},
     )
     try:
-        embed.embed(source, Letters(), folder / "p.parquet", shard_rows=4, batch_size=2, workers=1, progress=False)
+        embed.embed(source, Letters(), folder / "p.parquet", shard_rows=4, batch_size=2, threads=1, progress=False)
     except InputError as error:
         assert "there already" in str(error)  # and what a kill left beside it is gone
     return (folder / "p.parquet").read_bytes()
@@ -117,11 +117,11 @@ def fitted(folder):
         training.batch_triplet_objective(0.2),
         x,
         y,
-        streams=s,
+        rngs=s,
         config=training.TrainConfig(epochs=6, batch_size=32),
         device="cpu",
         checkpoint=folder / "c.safetensors",
-        every=0,
+        checkpoint_interval=0,
     )
     return hash_arrays(*(p.numpy() for p in adapter.state_dict().values()), np.array(history.loss)).encode()
 

@@ -264,8 +264,8 @@ def test_recording_does_not_change_the_training():
         margin=0.2,
         every=4,
     )
-    a = train(plain, inner, x, y, streams=spawn_rngs(1), config=config, device="cpu")
-    b = train(watched, recorder, x, y, streams=spawn_rngs(1), config=config, device="cpu")
+    a = train(plain, inner, x, y, rngs=spawn_rngs(1), config=config, device="cpu")
+    b = train(watched, recorder, x, y, rngs=spawn_rngs(1), config=config, device="cpu")
     trajectory = recorder.trajectory(watched)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), watched.parameters()))
     assert (
@@ -335,7 +335,7 @@ def test_bounded_adapter_can_be_trained():
         pairwise_objective(supcon),
         x,
         y,
-        streams=spawn_rngs(0),
+        rngs=spawn_rngs(0),
         config=TrainConfig(epochs=20, batch_size=45, lr=1e-2),
         device="cpu",
     )
