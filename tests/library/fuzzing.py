@@ -42,6 +42,7 @@ from ega import (
 )
 from ega.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
 from ega.arrays import InputError, normalize
+from ega.experiments import cli as paper_cli
 from ega.experiments import grids, published, runs
 from ega.files import hash_arrays, read_json
 
@@ -438,13 +439,14 @@ def command(*argv):
     def read(folder):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(folder):
-            code = ega.cli.main([a.format(folder=folder) for a in argv])
+            program = paper_cli if argv[0] in ("rerun", "reproduce") else ega.cli
+            code = program.main([a.format(folder=folder) for a in argv])
         if code == 0:
             return "0"
         said = err.getvalue().strip()
-        if code == 1 and said.startswith("ega: LP differs") and "\n" not in said:
+        if code == 1 and said.startswith("ega-paper: LP differs") and "\n" not in said:
             return said  # what rerun is for
-        if code != 2 or "\n" in said or not said.startswith("ega: "):
+        if code != 2 or "\n" in said or not said.startswith(("ega: ", "ega-paper: ")):
             raise AssertionError(f"exit code {code}, {said[-300:]!r}")
         raise InputError(said)
 
@@ -600,7 +602,7 @@ def resumed(folder):
     "Only what an InputError leaves is looked at: the files of a transform that goes on are removed here."
     try:
         transform.transform_file(
-            folder / "f.safetensors", folder / "x.npy", folder / "z.npy", batch=8, threads=1, device="cpu"
+            folder / "f.safetensors", folder / "x.npy", folder / "z.npy", batch_size=8, threads=1, device="cpu"
         )
         return "done"
     finally:
@@ -683,7 +685,7 @@ def write_index(folder):
     return [f.relative_to(folder).as_posix() for f in sorted((folder / "i").rglob("*")) if f.is_file()]
 
 
-READERS["index of texts"] = Reader(write_index, lambda f: digest(*index.load_index(f / "i").search(rows(3, seed=1), 3)))
+READERS["index of texts"] = Reader(write_index, lambda f: digest(*index.AdaptedIndex.load(f / "i").search(rows(3, seed=1), 3)))
 
 
 def write_numbers(folder):
@@ -698,13 +700,13 @@ def write_numbers(folder):
 
 
 READERS["index of numbers"] = Reader(
-    write_numbers, lambda f: digest(*index.load_index(f / "i").search(rows(3, seed=1), 3))
+    write_numbers, lambda f: digest(*index.AdaptedIndex.load(f / "i").search(rows(3, seed=1), 3))
 )
 
 
 def write_store(folder):
     index.AdaptedIndex(np.eye(D, dtype="f4")).add(rows()).save(folder / "s" / "v1")
-    index.IndexStore(folder / "s").switch("v1")
+    index.IndexStore(folder / "s").activate("v1")
     return ["s/current.json"]
 
 
@@ -729,8 +731,8 @@ def write_split(folder):
 READERS["split"] = Reader(
     write_split,
     lambda f: (
-        repr(packs.load_split(f / "s.json"))
-        and str([v.tolist() for v in vars(packs.load_split(f / "s.json")).values()])
+        repr(packs.Split.load(f / "s.json"))
+        and str([v.tolist() for v in vars(packs.Split.load(f / "s.json")).values()])
     ),
 )
 
@@ -796,7 +798,7 @@ READERS["published numbers"] = Reader(
     )[:9999],
 )
 READERS["ega-paper reproduce --protocol"] = Reader(
-    write_published, command("reproduce", "--protocol", "paper", "--only", "tab:ood_summary", "--dry-run"), step=4
+    write_published, command("reproduce", "--protocol", "paper", "--experiments", "tab:ood_summary", "--dry-run"), step=4
 )
 
 
@@ -834,7 +836,7 @@ def opened(folder, name, encoder):
     "Open a source and embed it, skipping what cannot be read."
     out = folder.parent / "out.parquet"
     try:
-        embed.embed(datasets.open_source(folder / name), encoder, out, progress=False, restart=True, on_error="skip")
+        embed.embed(datasets.open_source(folder / name), encoder, out, progress=False, overwrite=True, on_error="skip")
         return of_pack(packs.read_pack(out))[:64]
     finally:
         out.unlink(missing_ok=True)
@@ -894,7 +896,7 @@ def begun(folder):
     encoder.encode = lambda batch, left=[1]: Mean.encode(encoder, batch) if left.pop() else None
     try:
         embed.embed(
-            datasets.open_source(folder / "f"), encoder, folder / "p.parquet", shard_rows=2, batch=2, progress=False
+            datasets.open_source(folder / "f"), encoder, folder / "p.parquet", shard_rows=2, batch_size=2, progress=False
         )
     except (IndexError, TypeError, InputError):
         pass
@@ -905,7 +907,7 @@ def went_on(folder):
     "The pack itself is the value, and is removed again; so are shards that were made again."
     try:
         embed.embed(
-            datasets.open_source(folder / "f"), Mean(), folder / "p.parquet", shard_rows=2, batch=2, progress=False
+            datasets.open_source(folder / "f"), Mean(), folder / "p.parquet", shard_rows=2, batch_size=2, progress=False
         )
         return of_pack(packs.read_pack(folder / "p.parquet"))
     finally:

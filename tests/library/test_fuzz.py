@@ -257,14 +257,14 @@ def test_nothing_is_unpickled(tmp_path, count):
 
     readers = [
         packs.read_pack,
-        packs.load_split,
+        packs.Split.load,
         vectors.read_embeddings,
         vectors.read_labels,
         estimator.EmbeddingAdapter.load,
         open_vectors,
         index.load_transform,
-        index.load_index,
-        monitor.load_monitor,
+        index.AdaptedIndex.load,
+        monitor.Monitor.load,
         published.read_published,
         datasets.open_source,
         datasets.read_image_archive,

@@ -17,7 +17,7 @@ from ega.experiments.runs import RunConfig, build_config
 from ega.files import open_npy, read_csv_columns, read_npz
 from ega.methods import METHODS, parse_config
 from ega.metrics import ar_at_k, lp_at_k
-from ega.packs import EmbeddingSet, Split, check_split, read_pack, row_split, split_classes, write_pack
+from ega.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, write_pack
 from ega.search import knn, loo_knn
 from ega.selection import leave_classes_out, pick_candidate, score_candidates
 from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets
@@ -171,7 +171,7 @@ def test_splits_do_not_leak(pytestconfig, count):
             if len(bad[0]) == len(fit):
                 continue
             try:
-                check_split(Split(*bad), y)
+                Split(*bad).check(y)
             except InputError:
                 continue
             raise AssertionError("a leak was not found")

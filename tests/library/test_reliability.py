@@ -167,9 +167,9 @@ def migrated(folder):
         with atomic_write(raw) as t, open(t, "wb") as f:
             np.save(f, rows(60))
     if store.current is None:
-        store.switch(store.migrate(np.eye(6, dtype="f4"), raw))
+        store.activate(store.migrate(np.eye(6, dtype="f4"), raw))
     assert len(store.open(store.current)) == 60  # whatever was killed, something whole is served
-    store.switch(store.migrate(m, raw))
+    store.activate(store.migrate(m, raw))
     return hash_arrays(*store.open(adapter=m).search(rows(3, seed=1), 3)).encode()
 
 
