@@ -24,7 +24,7 @@ def find_repository(
         if (folder / "data/packs").is_dir() and (folder / "nbs").is_dir():
             return folder
     raise InputError(
-        f"expected a folder with data/packs and nbs, found none at or above {start.name!r}; "
+        f"expected a folder with data/packs and nbs, found none at or above {str(start)!r}; "
         "run this inside a clone of the repository"
     )
 
