@@ -961,6 +961,10 @@ GROUPS = {
         sizes=(_AIRCRAFT,),
         quick_sizes=(_TINY,),
     ),
+}
+
+# %% ../../nbs/experiments/09_benchmarks.ipynb #other-groups
+GROUPS |= {
     "rho": Group(
         title="triplet step at a given active ratio",
         unit="step of 256 anchors",
@@ -971,10 +975,6 @@ GROUPS = {
         quick_sizes=_rho_sizes(_TINY, {"whole set": (0.3,)}),
         repeats=3,
     ),
-}
-
-# %% ../../nbs/experiments/09_benchmarks.ipynb #other-groups
-GROUPS |= {
     "exact": Group(
         title="exact neighbours",
         unit="query",
@@ -1012,6 +1012,10 @@ GROUPS |= {
         quick_sizes=({"n": 5000, "d": 32, "hidden": 64, "threads": 1},),
         repeats=3,
     ),
+}
+
+# %% ../../nbs/experiments/09_benchmarks.ipynb #groups-3
+GROUPS |= {
     "extraction": Group(
         title="pictures to a pack",
         unit="picture",

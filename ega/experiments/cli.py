@@ -168,7 +168,9 @@ def _find_stored_run(folder, run_id):
         if matches:
             rows = read_results(folder, path.stem)
             return path.stem, rows[rows.run_id == matches[0]]
-    raise InputError(f"no run id begins with {run_id!r} in {folder.name}; ids stand in the column run_id of its tables")
+    raise InputError(
+        f"no run id begins with {run_id!r} in the tables of {folder.name}; take an id from their column run_id"
+    )
 
 
 def _rerun(args):

@@ -332,6 +332,10 @@ EXPERIMENTS = {
     "E8": PublishedExperiment(
         "Aircraft, Food-101 in tab:ood_summary", "20", "unseen", ((_AIR, *_air), (_FOOD, *_food)), _unseen, _three
     ),
+}
+
+# %% ../../nbs/experiments/01_protocols.ipynb #c419e13d
+EXPERIMENTS |= {
     "E9": PublishedExperiment(
         "ImageNet in tab:ood_summary",
         "35 ood",
@@ -383,7 +387,7 @@ EXPERIMENTS = {
     ),
 }
 
-# %% ../../nbs/experiments/01_protocols.ipynb #c419e13d
+# %% ../../nbs/experiments/01_protocols.ipynb #experiments-3
 EXPERIMENTS |= {
     "E14": PublishedExperiment(
         "tab:linear_probing_id",
@@ -428,6 +432,10 @@ EXPERIMENTS |= {
     "E18": PublishedExperiment(
         "tab:rho_datasets on Aircraft", "Aircraft", "unseen", ((_AIR, *_air),), _unseen, schedule="constant"
     ),
+}
+
+# %% ../../nbs/experiments/01_protocols.ipynb #experiments-4
+EXPERIMENTS |= {
     "E18b": PublishedExperiment(
         "tab:rho_datasets on CIFAR-100, Food-101",
         "39-41",
