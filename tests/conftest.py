@@ -55,8 +55,9 @@ def count(request):
         if config.getoption("--counts"):
             config.stash[COUNTED][what] = n
             return
+        files = " ".join(f"tests/library/test_{name}.py" for name in ("fuzz", "properties", "reliability"))
         assert table().get(what) == n, (
-            f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is meant: pytest tests/library/test_{fuzz, properties, reliability}.py --counts"
+            f"{what}: {n} now, {table().get(what)} in tests/README.md; if that is intended: pytest {files} --counts"
         )
 
     return note

@@ -11,209 +11,226 @@ import sys
 from pathlib import Path
 
 import ega
+from ..arrays import InputError
 from ..cli import run_command
 
 # %% ../../nbs/experiments/11_cli.ipynb #repository
 def find_repository(
-    start=None,  # where to look from; None: here
-):  # the folder that holds data/packs and nbs
-    "The root of the repository, which `reproduce` needs. Raises `InputError` outside of one."
-    from ega.arrays import InputError
-
-    here = Path(start or ".").resolve()
-    for folder in (here, *here.parents):
+    start=None,  # folder to start from; None: the current one
+):  # Path of the folder that holds data/packs and nbs
+    "The root of the repository, at or above a folder. Raises `InputError` outside of one."
+    start = Path(start or ".").resolve()
+    for folder in (start, *start.parents):
         if (folder / "data/packs").is_dir() and (folder / "nbs").is_dir():
             return folder
     raise InputError(
-        f"expected a folder with data/packs and nbs, found none at or above {here.name!r}; run this inside a clone of the repository"
+        f"expected a folder with data/packs and nbs, found none at or above {str(start)!r}; "
+        "run this inside a clone of the repository"
     )
 
 # %% ../../nbs/experiments/11_cli.ipynb #reproduce
 def _reproduce(args):
-    "Train a profile of the grid, render figures, tables and report, print the headline."
-    from ega.arrays import InputError
-
+    "Train a profile of the grid, render figures, tables and report, and print the headline."
     if args.protocol:
-        return _published(args)
-    if alien := next(
-        (f"--{o.replace('_', '-')}" for o in ("packs", "epochs", "dry_run") if getattr(args, o) not in (None, False)),
-        None,
-    ):
-        raise InputError(f"{alien} belongs to --protocol, which is not given; name paper, released or strict")
-    from ega.experiments.grids import GRIDS, ResultStore, run_grid
-
+        return _reproduce_published(args)
+    for option in ("packs", "epochs", "dry_run"):
+        if getattr(args, option) not in (None, False):
+            raise InputError(
+                f"--{option.replace('_', '-')} belongs to --protocol, which is not given; "
+                "name paper, released or strict"
+            )
     root = find_repository()
-    grids = {k: v for k, v in GRIDS[args.profile].items() if k in (args.experiments or GRIDS[args.profile])}
-    if missing := set(args.experiments or ()) - set(grids):
-        raise InputError(
-            f"the profile {args.profile} has no experiment {', '.join(sorted(missing))}; it has {', '.join(GRIDS[args.profile])}; use --profile full, or --protocol for a table of the paper"
-        )
-    results = root / "data/results" if args.profile == "full" else root / "build" / args.profile / "results"
-    for name, grid in grids.items():
-        store = ResultStore(results, name)
-        new = run_grid(list(grid.configs()), store, root / "data/packs", workers=args.workers, progress=not args.quiet)
-        store.seal()
-        print(f"{name}: {new} runs trained now, {len(store.ids())} in {store.path.relative_to(root)}")
+    build = root / "build" / args.profile
+    results = root / "data/results" if args.profile == "full" else build / "results"
+    _run_profile(args, root, results)
     if args.experiments:
         return
-    target = root / "paper" if args.profile == "full" else root / "build" / args.profile / "paper"
+    target = root / "paper" if args.profile == "full" else build / "paper"
     _render(root, results, target)
     print(headline(results, root / "data/results"))
     print(f"\nReport: {(target / 'report.pdf').relative_to(root)}   figures and tables beside it")
 
+
+def _run_profile(args, root, results):
+    "Run the experiments of a profile that are not stored yet."
+    from ega.experiments.grids import GRIDS, ResultStore, run_grid
+
+    grids = GRIDS[args.profile]
+    names = args.experiments or list(grids)
+    unknown = sorted(set(names) - set(grids))
+    if unknown:
+        raise InputError(
+            f"the profile {args.profile} has no experiment {', '.join(unknown)}; it has {', '.join(grids)}; "
+            "use --profile full, or --protocol for a table of the paper"
+        )
+    for name, grid in grids.items():
+        if name not in names:
+            continue
+        store = ResultStore(results, name)
+        configs = list(grid.configs())
+        made = run_grid(configs, store, root / "data/packs", workers=args.workers, progress=not args.quiet)
+        store.merge_parts()
+        print(f"{name}: {made} runs trained now, {len(store.ids())} in {store.path.relative_to(root)}")
+
 # %% ../../nbs/experiments/11_cli.ipynb #published
-def _published(args):
-    "Tables and figures of the paper under a protocol: what is missing, what can be run, published beside ours."
+def _reproduce_published(args):
+    "Print tables of the paper under a protocol: published numbers beside ours, and what is missing."
     from ega.experiments.grids import ResultStore
-    from ega.experiments.published import build_cells, format_cells, overview, read_published, run_cells
+    from ega.experiments.published import build_cells, format_cells, format_overview, read_published, run_cells
 
     root = find_repository()
-    packs, store, printed = (
-        Path(args.packs or root / "build/packs"),
-        ResultStore(root / "build/paper", args.protocol),
-        read_published(root / "data/published.csv"),
-    )
+    packs, custom_folder = Path(args.packs or root / "build/packs"), bool(args.packs)
+    printed = read_published(root / "data/published.csv")
     if not args.experiments:
-        print(
-            overview(printed, args.protocol, packs, own=bool(args.packs)),
-            "\nName tables or figures with --experiments to run what can be run.",
-        )
+        print(format_overview(printed, args.protocol, packs, custom_folder))
+        print("Name tables or figures with --experiments to run what can be run.")
         return
-    tables = {
-        a: build_cells(printed, a, args.protocol, epochs=args.epochs) for a in args.experiments
-    }  # all names are known before anything runs
-    for artefact, cells in tables.items():
-        new = 0 if args.dry_run else run_cells(cells, store, packs, workers=args.workers, progress=not args.quiet)
+    # all tables before the first run, so that a wrong name is reported at once
+    tables = {name: build_cells(printed, name, args.protocol, epochs=args.epochs) for name in args.experiments}
+    store = ResultStore(root / "build/paper", args.protocol)
+    trial = "" if args.epochs is None else f", a trial (--epochs {args.epochs})"
+    for name, cells in tables.items():
+        made = 0
+        if not args.dry_run:
+            made = run_cells(cells, store, packs, workers=args.workers, progress=not args.quiet)
         results = store.read() if store.ids() else None
-        print(
-            f"{artefact}, protocol {args.protocol}"
-            + ("" if args.epochs is None else f", a trial (--epochs {args.epochs})")
-            + f": {new} runs made now\n"
-        )
-        print(format_cells(cells, results, packs, own=bool(args.packs)) + "\n")
+        print(f"{name}, protocol {args.protocol}{trial}: {made} runs made now\n")
+        print(format_cells(cells, results, packs, custom_folder) + "\n")
     if store.ids():
         print(f"Rows and their configurations: {store.path.relative_to(root)}")
 
 # %% ../../nbs/experiments/11_cli.ipynb #render
 def _render(root, results, target):
-    "Figures, tables and report from results, through the repository's own script."
+    "Render figures, tables and report from results, with the script of the repository."
     import subprocess
 
-    done = subprocess.run(
-        [sys.executable, str(root / "paper/build.py"), "--results", str(results), "--out", str(target)], cwd=root
-    )
-    if done.returncode:
-        raise RuntimeError(f"rendering failed with exit code {done.returncode}; the results are kept in {results}")
+    script = root / "paper/build.py"
+    command = [sys.executable, str(script), "--results", str(results), "--out", str(target)]
+    code = subprocess.run(command, cwd=root).returncode
+    if code:
+        raise RuntimeError(f"rendering failed with exit code {code}; the results are kept in {results}")
 
 # %% ../../nbs/experiments/11_cli.ipynb #headline
 def headline(
     results,  # folder of the results just made
     committed,  # folder of the committed results
 ):  # text of at most 80 columns
-    "Unseen LP@1 of every method, change against frozen in points, beside the committed runs of the same id."
-    from ega.experiments.grids import read_results
-
-    columns = ["run_id", "benchmark", "method", "query_set", "lp_at_1", "split_seed", "version", "machine"]
-    ours, theirs = (read_results(f, "unseen", columns).query("query_set == 'unseen'") for f in (results, committed))
-
-    def change(frame):
-        base = frame[frame.method == "frozen"].set_index(["benchmark", "split_seed"]).lp_at_1
-        keys = list(zip(frame.benchmark, frame.split_seed))
-        return frame.assign(change=100 * (frame.lp_at_1.values - base.reindex(keys).values)).pivot_table(
-            index="method", columns="benchmark", values="change", sort=False
-        )
-
-    table = change(ours)
+    "Change of unseen LP@1 against frozen, by method and benchmark, compared with the committed runs of the same id."
+    ours, theirs = _unseen_lp(results), _unseen_lp(committed)
+    table = _changes(ours)
     order = table.mean(axis=1).sort_values(ascending=False).index
     both = ours.merge(theirs, on=["run_id", "query_set"], suffixes=("", "_committed"))
-    off = (both.lp_at_1 - both.lp_at_1_committed).abs() * 100
+    difference = (both.lp_at_1 - both.lp_at_1_committed).abs() * 100
     where = "split 42, seed 0" if ours.split_seed.nunique() == 1 else "means over splits and seeds"
-    lines = [
-        f"Unseen classes, points of exact LP@1 against frozen ({where})",
+    columns = "".join(f"{name.replace('tiny200>', '>'):>12s}" for name in table.columns)
+    lines = [f"Unseen classes, points of exact LP@1 against frozen ({where})", "", f"{'method':20s}{columns}"]
+    for method in order:
+        lines.append(f"{method:20s}" + "".join(f"{v:+12.1f}" for v in table.loc[method]))
+    lines += [
         "",
-        f"{'method':20s}" + "".join(f"{_short(c):>12s}" for c in table.columns),
-        *(f"{m:20s}" + "".join(f"{v:+12.1f}" for v in table.loc[m]) for m in order),
-        "",
-        f"{(off == 0).sum()} of {len(both)} runs have the digits of the committed run of the same id;",
-        f"the largest difference is {off.max() if len(off) else 0:.2f} points.",
+        f"{(difference == 0).sum()} of {len(both)} runs have the digits of the committed run of the same id;",
+        f"the largest difference is {difference.max() if len(difference) else 0:.2f} points.",
     ]
     return "\n".join(lines)
 
 
-def _short(benchmark):
-    return benchmark.replace("tiny200>", ">")
+def _unseen_lp(folder):
+    "LP@1 on unseen classes of every run of the experiment `unseen`."
+    from ega.experiments.grids import read_results
+
+    columns = ["run_id", "benchmark", "method", "query_set", "lp_at_1", "split_seed", "version", "machine"]
+    return read_results(folder, "unseen", columns).query("query_set == 'unseen'")
+
+
+def _changes(rows):
+    "Mean difference from frozen on the same split, in points: a row for each method, a column for each benchmark."
+    frozen = rows[rows.method == "frozen"].set_index(["benchmark", "split_seed"]).lp_at_1
+    baseline = frozen.reindex(list(zip(rows.benchmark, rows.split_seed))).values
+    rows = rows.assign(change=100 * (rows.lp_at_1.values - baseline))
+    return rows.pivot_table(index="method", columns="benchmark", values="change", sort=False)
 
 # %% ../../nbs/experiments/11_cli.ipynb #stored
 TOLERANCE = 1.0  # points of LP@1 by which a run may differ on another kind of processor
 
 
-def _stored(folder, run_id):
-    "Name of the experiment and rows of one run, by the first digits of its id."
-    from ega.arrays import InputError
+def _find_stored_run(folder, run_id):
+    "The name of the experiment and the rows of one run, by the first digits of its id."
     from ega.experiments.grids import read_results
     from ega.packs import open_parquet
 
     for path in sorted(folder.glob("*.parquet")):
         if "run_id" not in open_parquet(path).schema_arrow.names:
-            continue
-        ids = {i for i in read_results(folder, path.stem, ["run_id"]).run_id if i.startswith(run_id)}
-        if len(ids) > 1:
-            raise InputError(f"{run_id!r} begins {len(ids)} run ids; give more digits")
-        if ids:
+            continue  # a table of another kind
+        stored_ids = set(read_results(folder, path.stem, ["run_id"]).run_id)
+        matches = [stored for stored in stored_ids if stored.startswith(run_id)]
+        if len(matches) > 1:
+            raise InputError(f"{len(matches)} run ids begin with {run_id!r}; give more digits")
+        if matches:
             rows = read_results(folder, path.stem)
-            return path.stem, rows[rows.run_id == ids.pop()]
-    raise InputError(f"no run {run_id!r} in {folder.name}; ids stand in the column run_id of its tables")
+            return path.stem, rows[rows.run_id == matches[0]]
+    raise InputError(
+        f"no run id begins with {run_id!r} in the tables of {folder.name}; take an id from their column run_id"
+    )
 
 
 def _rerun(args):
-    "Train one stored run again and compare digits, whatever its task."
-    import numpy as np
-
-    from ega.arrays import InputError
+    "Train one stored run again and compare its digits."
     from ega.experiments.runs import RunConfig, platform_tag, run_experiment, use_one_thread
     from ega.methods import parse_config
 
     root = find_repository()
-    name, rows = _stored(Path(args.results or root / "data/results"), args.run_id)
-    r, config = rows.iloc[0], parse_config(RunConfig, rows.config.iloc[0])
-    print(f"{name} {r.run_id}, ega {r.get('version')} on {r.get('machine')}\n{r.config}")
+    experiment, stored = _find_stored_run(Path(args.results or root / "data/results"), args.run_id)
+    first = stored.iloc[0]
+    config = parse_config(RunConfig, first.config)
+    print(f"{experiment} {first.run_id}, ega {first.get('version')} on {first.get('machine')}\n{first.config}")
     use_one_thread()
-    keys, value = (
-        [c for c in ("query_set", "nlist", "nprobe", "k", "strength") if c in rows],
-        "lp_at_1" if "lp_at_1" in rows else "lp",
-    )
     again = run_experiment(config, Path(args.packs or root / "data/packs"), device="cpu")
-    if strange := [c for c in (*keys, value, "n") if c not in rows or rows[c].dtype.kind != again[c].dtype.kind]:
-        raise InputError(
-            f"{name}: column {strange[0]} is missing or of another type than in a run made now; take the table from the repository"
-        )
-    if "neighbour" in again and (
-        "neighbour" not in rows or any(np.shape(o) != (n,) for o, n in zip(rows.neighbour, rows.n))
-    ):
-        raise InputError(
-            f"{name}: column neighbour must hold one row number for each of the n queries; take the table from the repository"
-        )
-    both = rows.merge(again, on=keys, suffixes=("", "_now"))
-    off = 100 * (both[value] - both[f"{value}_now"]).abs()
-    for query_set, b in both.groupby("query_set", sort=False):
-        b, first = b.sort_values(keys), b.sort_values(keys).iloc[0]
-        moved = (
-            f"   first neighbours changed {int(sum((o != n).sum() for o, n in zip(b.neighbour, b.neighbour_now)))}"
-            if "neighbour" in b
-            else f"   {(b[value] == b[value + '_now']).sum()} of {len(b)} rows equal"
-        )
-        print(
-            f"{query_set:17s} n {first.n:6d}   LP@{first.k} stored {first[value]:.6f}  now {first[value + '_now']:.6f}{moved}"
-        )
-    same = r.get("machine") == platform_tag()
-    if len(both) < len(rows) or off.max() > (0 if same else TOLERANCE):
-        raise RuntimeError(
-            f"LP differs by {off.max():.2f} points; expected {'equal digits on the same kind of machine' if same else f'at most {TOLERANCE:g} on another kind of machine'}"
-        )
+    keys = [c for c in ("query_set", "nlist", "nprobe", "k", "strength") if c in stored]
+    value = "lp_at_1" if "lp_at_1" in stored else "lp"
+    _check_columns(experiment, stored, again, [*keys, value, "n"])
+    both = stored.merge(again, on=keys, suffixes=("", "_now"))
+    for query_set, rows in both.groupby("query_set", sort=False):
+        print(_comparison_line(query_set, rows.sort_values(keys), value))
+    difference = 100 * (both[value] - both[f"{value}_now"]).abs().max()
+    same_machine = first.get("machine") == platform_tag()
+    if len(both) < len(stored) or difference > (0 if same_machine else TOLERANCE):
+        expected = "equal digits on the same kind of machine"
+        if not same_machine:
+            expected = f"at most {TOLERANCE:g} on another kind of machine"
+        raise RuntimeError(f"LP differs by {difference:.2f} points; expected {expected}")
+
+# %% ../../nbs/experiments/11_cli.ipynb #comparison
+def _check_columns(experiment, stored, again, columns):
+    "Raise `InputError` where the stored table lacks a column or has another type than a run made now."
+    import numpy as np
+
+    advice = "take the table from the repository"
+    for column in columns:
+        if column not in stored or stored[column].dtype.kind != again[column].dtype.kind:
+            raise InputError(
+                f"{experiment}: column {column} is missing or of another type than in a run made now; {advice}"
+            )
+    if "neighbour" not in again:
+        return
+    complete = "neighbour" in stored and all(np.shape(ids) == (n,) for ids, n in zip(stored.neighbour, stored.n))
+    if not complete:
+        raise InputError(f"{experiment}: column neighbour must hold one row number for each of the n queries; {advice}")
+
+
+def _comparison_line(query_set, rows, value):
+    "Stored and new label precision of one query set, and how many nearest neighbours or rows are equal."
+    first, now = rows.iloc[0], f"{value}_now"
+    if "neighbour" in rows:
+        pairs = zip(rows.neighbour, rows.neighbour_now)
+        change = f"first neighbours changed {int(sum((old != new).sum() for old, new in pairs))}"
+    else:
+        change = f"{(rows[value] == rows[now]).sum()} of {len(rows)} rows equal"
+    numbers = f"n {first.n:6d}   LP@{first.k} stored {first[value]:.6f}  now {first[now]:.6f}"
+    return f"{query_set:17s} {numbers}   {change}"
 
 # %% ../../nbs/experiments/11_cli.ipynb #bench
 def _bench(args):
-    "Race the groups, print the ratios, keep the rows."
+    "Time the contenders, print the ratios and store the rows."
     from ega.experiments.benchmarks import run_benchmarks, write_results
     from ega.experiments.harness import format_ratios, ratios
 
@@ -223,32 +240,19 @@ def _bench(args):
     print(f"\n{len(frame)} rows in {path}", file=sys.stderr if args.json else sys.stdout)
 
 # %% ../../nbs/experiments/11_cli.ipynb #bench-arguments
-def _bench_arguments(c):
-    "What `ega-paper bench` takes."
-    c.add_argument(
-        "--groups", nargs="+", metavar="GROUP", help="race these groups (default: all; a wrong name lists them)"
-    )
-    c.add_argument("--quick", action="store_true", help="tiny sizes, one process: does it run? Its ratios mean nothing")
-    c.add_argument("-o", "--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
-    c.add_argument("--threads", type=int, default=1, help="threads of every contender (default: 1)")
-    c.add_argument("--json", action="store_true", help="ratios as JSON")
+def _add_bench_arguments(command):
+    "The arguments of `ega-paper bench`."
+    add = command.add_argument
+    add("--groups", nargs="+", metavar="GROUP", help="time these groups (default: all; a wrong name lists them)")
+    add("--quick", action="store_true", help="smoke test: tiny sizes in one process; its ratios mean nothing")
+    add("-o", "--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
+    add("--threads", type=int, default=1, help="threads of every contender (default: 1)")
+    add("--json", action="store_true", help="print the ratios as JSON")
 
-# %% ../../nbs/experiments/11_cli.ipynb #paper-parser-code
-def parser():
-    "The command line of `ega-paper`."
-    top = argparse.ArgumentParser(
-        "ega-paper", description="Reproduce the experiments, rerun one of them, and time ega beside its peers."
-    )
-    top.add_argument("--version", action="version", version=f"ega {ega.__version__}")
-    sub = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, help):
-        c = sub.add_parser(name, help=help, description=help)
-        c.set_defaults(run=run, parser=c)
-        return c
-
-    c = command("reproduce", _reproduce, "train the grid, render figures, tables and report")
-    what = c.add_mutually_exclusive_group()
+def _add_reproduce_arguments(command):
+    "The arguments of `ega-paper reproduce`."
+    what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--profile",
         choices=("quick", "full"),
@@ -258,26 +262,43 @@ def parser():
     what.add_argument(
         "--protocol",
         choices=("paper", "released", "strict"),
-        help="instead: the paper's own tables as its text says, as its code ran, or by our rule; without --only an overview",
+        help="instead: the tables of the paper as its text says, as its code ran, or by the protocol of this project; "
+        "without --experiments an overview",
     )
-    c.add_argument(
+    add = command.add_argument
+    add(
         "--experiments",
         nargs="+",
         metavar="NAME",
-        help="these experiments, rendering nothing; with --protocol these tables or figures, such as tab:ood_summary (a wrong name lists them)",
+        help="only these experiments, without rendering; with --protocol these tables or figures, "
+        "such as tab:ood_summary (a wrong name lists them)",
     )
-    c.add_argument(
-        "--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)"
+    add("--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)")
+    add("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
+    add("--dry-run", action="store_true", help="with --protocol: print what is missing, run nothing")
+    add("--workers", type=int, help="processes (default: one for each core, at most 8)")
+    add("--quiet", action="store_true", help="no progress bars")
+
+# %% ../../nbs/experiments/11_cli.ipynb #paper-parser-code
+def parser():
+    "The argument parser of `ega-paper`."
+    top = argparse.ArgumentParser(
+        "ega-paper", description="Reproduce the experiments, rerun one of them, and time ega beside other libraries."
     )
-    c.add_argument("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
-    c.add_argument("--dry-run", action="store_true", help="with --protocol: say what is missing, run nothing")
-    c.add_argument("--workers", type=int, help="processes (default: one a core, at most 8)")
-    c.add_argument("--quiet", action="store_true", help="no progress bars")
-    c = command("rerun", _rerun, "train one stored run again and compare its digits")
-    c.add_argument("run_id", help="the id of a run, or its first digits")
-    c.add_argument("--results", help="folder of results (default: data/results)")
-    c.add_argument("--packs", metavar="FOLDER", help="packs of the run (default: data/packs)")
-    _bench_arguments(command("bench", _bench, "time ega beside what you would otherwise use; up to 10 minutes"))
+    top.add_argument("--version", action="version", version=f"ega {ega.__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def add_command(name, run, help):
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(run=run, parser=command)
+        return command
+
+    _add_reproduce_arguments(add_command("reproduce", _reproduce, "train the grid, render figures, tables and report"))
+    rerun = add_command("rerun", _rerun, "train one stored run again and compare its digits")
+    rerun.add_argument("run_id", help="the id of a run, or its first digits")
+    rerun.add_argument("--results", help="folder of results (default: data/results)")
+    rerun.add_argument("--packs", metavar="FOLDER", help="packs of the run (default: data/packs)")
+    _add_bench_arguments(add_command("bench", _bench, "time ega beside other libraries; up to 10 minutes"))
     return top
 
 

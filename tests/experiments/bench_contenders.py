@@ -1,4 +1,4 @@
-"Contenders for tests/test_bench.py: their processes import this file, so it loads nothing heavy."
+"Contenders for test_benchmarks.py. Worker processes import this file, so it imports nothing heavy."
 
 import os
 import time
@@ -6,35 +6,41 @@ import time
 from ega.experiments import harness
 
 
-def breaking(size, folder):
-    def work():
+def failing(size, folder):
+    "Raise an error when it is timed."
+
+    def run():
         raise ValueError(f"no {size['fruit']} today")
 
-    return harness.Job(work, 1)
+    return harness.Job(run, 1)
 
 
-def dying(size, folder):
+def exiting(size, folder):
+    "End the process while it is set up."
     os._exit(7)
 
 
-def faulty(size, folder):
-    import ega.no_such_part  # noqa: F401  a fault of ours is no absence
+def broken_import(size, folder):
+    "Import a module of ega that does not exist; this is an error, not a missing package."
+    import ega.no_such_part  # noqa: F401
 
 
-def noting(size, folder):
-    "Writes down when it worked."
+def recording(size, folder):
+    "Append the process id to a file when it is timed, and print, as a library may."
 
-    def work():
-        print("a library may print what it likes")
+    def run():
+        print("some output")
         with open(folder / "order.txt", "a") as f:
             f.write(f"{size['name'] if 'name' in size else os.getpid()}\n")
 
-    return harness.Job(work, 1)
+    return harness.Job(run, 1)
 
 
 def slow(size, folder):
+    "Sleep for a minute."
     return harness.Job(lambda: time.sleep(60), 1)
 
 
-def threads_seen(size, folder):
+def thread_variable(size, folder):
+    "Return the number of threads in the environment."
     return harness.Job(lambda: {"rho": float(os.environ["OMP_NUM_THREADS"])}, 1)

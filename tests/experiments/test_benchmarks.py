@@ -1,4 +1,4 @@
-"""The race: does it measure what it says, in the order it says, the same work for all; and does it end cleanly when something breaks?"""
+"""The benchmark harness and its contenders: measurements, order, equal work, and failing contenders."""
 
 import json
 import os
@@ -12,13 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from bench_contenders import breaking, dying, faulty, noting, threads_seen
+from bench_contenders import broken_import, exiting, failing, recording, thread_variable
 
-from ega import cli
 from ega.adapters import ReleasedEGA
 from ega.arrays import InputError
 from ega.datasets import patch_torchvision
-from ega.experiments import benchmarks, harness
+from ega.experiments import benchmarks, cli, harness
 from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets, triplet_active_ratio
 
 SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=0.6, lr=1e-4)
@@ -45,7 +44,7 @@ def children(pid):
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    "The harness raced against itself."
+    "The harness run on contenders of known cost."
     frame = pd.DataFrame(
         harness.run_group(
             harness.SELF_CHECKS, harness.SELF_CHECKS.sizes[0], repeats=2, folder=tmp_path_factory.mktemp("checks")
@@ -54,46 +53,46 @@ def checked(tmp_path_factory):
     return frame.set_index("contender")
 
 
-def test_time_cpu_and_memory_are_what_they_should_be(checked):
-    assert checked.wall_s["sleeping"].between(0.05, 0.5).all() and (checked.cpu_s["sleeping"] < 0.02).all()
-    assert (checked.cpu_s["spinning"] >= 0.05).all() and (checked.wall_s["spinning"] > 0.045).all()
-    if not checked.peak_rss_mb["sleeping"].isna().any():
-        assert 190 < checked.peak_rss_mb["holding"].min() - checked.peak_rss_mb["sleeping"].max() < 260
+def test_time_cpu_and_memory_of_known_contenders(checked):
+    assert checked.wall_s["sleep"].between(0.05, 0.5).all() and (checked.cpu_s["sleep"] < 0.02).all()
+    assert (checked.cpu_s["busy"] >= 0.05).all() and (checked.wall_s["busy"] > 0.045).all()
+    if not checked.peak_rss_mb["sleep"].isna().any():
+        assert 190 < checked.peak_rss_mb["memory"].min() - checked.peak_rss_mb["sleep"].max() < 260
 
 
-def test_a_missing_package_is_listed_with_its_cure(checked):
+def test_missing_package_is_listed_with_its_command(checked):
     assert (
-        checked.status["absent"]
+        checked.status["not installed"]
         == "this needs the package 'no_such_package'; install it with: pip install 'ega[bench]'"
     )
     frame = checked.reset_index().assign(group="checks", floor=None)
     text = harness.format_ratios(frame)
     assert (
-        "absent" in text
+        "  not installed  " in text
         and "not installed: pip install 'ega[bench]'" in text
         and max(map(len, text.splitlines())) <= 80
     )
 
 
-def test_contenders_take_turns_in_processes_of_their_own(tmp_path):
-    g = harness.Group("test", "call", "a", None, {"a": noting, "b": noting, "c": noting}, ({},), ({},))
+def test_contenders_alternate_in_processes_of_their_own(tmp_path):
+    g = harness.Group("test", "call", "a", None, {"a": recording, "b": recording, "c": recording}, ({},), ({},))
     rows = harness.run_group(g, {}, repeats=3, folder=tmp_path)
     pids = (tmp_path / "order.txt").read_text().split()
-    name = dict(zip(pids[:3], "abc"))  # the warm-up
+    name = dict(zip(pids[:3], "abc"))  # in the warm-up
     assert len(name) == 3 and str(os.getpid()) not in name
     assert "".join(name[p] for p in pids[3:]) == "abcbcacab" == "".join(r["contender"] for r in rows)
     assert [r["repeat"] for r in rows] == [0] * 3 + [1] * 3 + [2] * 3
 
 
-def test_in_a_smoke_run_one_process_hosts_all(tmp_path):
-    host = harness.Worker(tmp_path, 1)
+def test_shared_worker_runs_all_contenders_in_one_process(tmp_path):
+    worker = harness.Worker(tmp_path, 1)
     g = harness.Group(
-        "test", "call", "a", None, {"a": noting, "b": noting, "absent": harness.not_installed}, ({},), ({},)
+        "test", "call", "a", None, {"a": recording, "b": recording, "absent": harness.not_installed}, ({},), ({},)
     )
     try:
-        rows = harness.run_group(g, {}, repeats=1, folder=tmp_path, host=host)
+        rows = harness.run_group(g, {}, repeats=1, folder=tmp_path, worker=worker)
     finally:
-        host.close()
+        worker.close()
     assert len(set((tmp_path / "order.txt").read_text().split())) == 1 and [r["status"] == "ok" for r in rows] == [
         False,
         True,
@@ -101,21 +100,21 @@ def test_in_a_smoke_run_one_process_hosts_all(tmp_path):
     ]
 
 
-def test_threads_are_fixed_before_the_process_starts(tmp_path):
-    assert harness.run_group(group(threads_seen), {}, threads=3, repeats=1, folder=tmp_path)[0]["rho"] == 3
-    (row,) = harness.run_group(group(threads_seen), {"threads": 2}, threads=3, repeats=1, folder=tmp_path)
+def test_thread_count_is_set_in_the_environment(tmp_path):
+    assert harness.run_group(group(thread_variable), {}, threads=3, repeats=1, folder=tmp_path)[0]["rho"] == 3
+    (row,) = harness.run_group(group(thread_variable), {"threads": 2}, threads=3, repeats=1, folder=tmp_path)
     assert row["rho"] == row["threads"] == 2
 
 
 @pytest.mark.parametrize(
     "setup, words",
     [
-        (breaking, "'breaking' ended with exit code 1.*no apples today"),
-        (dying, "'dying' ended with exit code 7"),
-        (faulty, "No module named 'ega.no_such_part'"),
+        (failing, "'failing' ended with exit code 1.*no apples today"),
+        (exiting, "'exiting' ended with exit code 7"),
+        (broken_import, "No module named 'ega.no_such_part'"),
     ],
 )
-def test_a_crash_is_named_and_leaves_no_process(tmp_path, setup, words):
+def test_crash_is_reported_and_leaves_no_process(tmp_path, setup, words):
     with pytest.raises(RuntimeError, match=words):
         harness.run_group(
             group(harness.sleep_contender, setup), {"seconds": 0.01, "fruit": "apples"}, repeats=1, folder=tmp_path
@@ -123,11 +122,12 @@ def test_a_crash_is_named_and_leaves_no_process(tmp_path, setup, words):
     assert not [p for p in children(os.getpid()) if alive(p)]
 
 
-def test_a_killed_race_leaves_no_process_and_no_folder(tmp_path):
+def test_killed_benchmark_leaves_no_process_and_no_folder(tmp_path):
     code = """if True:
         import sys, tempfile; sys.path.insert(0, {tests!r})
         from ega.experiments import benchmarks, harness; import bench_contenders as t
-        benchmarks.GROUPS["slow"] = harness.Group("slow", "call", "a", None, {{"a": harness.sleep_contender, "b": t.slow}}, ({{"seconds": .01}},), ())
+        contenders = {{"a": harness.sleep_contender, "b": t.slow}}
+        benchmarks.GROUPS["slow"] = harness.Group("slow", "call", "a", None, contenders, ({{"seconds": .01}},), ())
         benchmarks.write_results(benchmarks.run_benchmarks(["slow"]), {out!r})""".format(
         tests=str(Path(__file__).parent), out=str(tmp_path / "out")
     )
@@ -154,7 +154,7 @@ def test_a_killed_race_leaves_no_process_and_no_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    return benchmarks.benchmark_data(SMALL, tmp_path_factory.mktemp("ground"))
+    return benchmarks.benchmark_data(SMALL, tmp_path_factory.mktemp("data"))
 
 
 def gradient(adapter, loss):
@@ -162,7 +162,7 @@ def gradient(adapter, loss):
 
 
 def blocks(start):
-    "The rivals' block and ours, with the warmed-up weights."
+    "The adapter of the other contenders and ours, with the same weights."
     ours = ReleasedEGA(32, hidden=64, gen=torch.Generator())
     ours.load_state_dict(start.state)
     return benchmarks.torch_released_ega(32, 64, start.state), ours
@@ -180,18 +180,18 @@ def assert_same(*gradients):
         assert (g - first).abs().max() < 1e-5 * first.abs().max()
 
 
-def test_whole_set_forms_have_one_gradient(start):
+def test_whole_set_contenders_have_equal_gradients(start):
     from ega.training import dataset_triplet_objective
 
     rows, index = torch.arange(0, 240, 3), class_index(start.y)
     t = random_dataset_triplets(index, rows, gen=seeded())
 
-    class Given(benchmarks.ItemTriplets):
+    class GivenTriplets(benchmarks.ItemTriplets):
         def draw(self, i):
             j = t.a.tolist().index(i)
             return t.p[j], t.n[j]
 
-    (apn,) = torch.utils.data.DataLoader(Given(start.x, start.y.numpy()), batch_size=80, sampler=rows.tolist())
+    (apn,) = torch.utils.data.DataLoader(GivenTriplets(start.x, start.y.numpy()), batch_size=80, sampler=rows.tolist())
     plain, ours = blocks(start)
     assert_same(
         gradient(plain, benchmarks.per_item_loss(start)(plain, apn, None)),
@@ -200,7 +200,7 @@ def test_whole_set_forms_have_one_gradient(start):
     )
 
 
-def test_in_batch_forms_have_one_gradient(start):
+def test_in_batch_contenders_have_equal_gradients(start):
     from pytorch_metric_learning import losses, reducers
 
     from ega.training import batch_triplet_objective
@@ -216,7 +216,7 @@ def test_in_batch_forms_have_one_gradient(start):
     )
 
 
-def test_supcon_forms_have_one_gradient(start):
+def test_supcon_contenders_have_equal_gradients(start):
     from pytorch_metric_learning.losses import SupConLoss
 
     from ega.losses import supcon
@@ -225,12 +225,12 @@ def test_supcon_forms_have_one_gradient(start):
     rows, y = start.x[::2], start.y[::2]
     assert_same(
         gradient(ours, supcon(ours(rows), y, tau=0.07)),
-        gradient(plain, benchmarks._supcon(plain(rows), y)),
+        gradient(plain, benchmarks._torch_supcon_loss(plain(rows), y)),
         gradient(plain, SupConLoss(temperature=0.07)(plain(rows), y)),
     )
 
 
-def test_rivals_do_not_get_the_sparse_backward(start):
+def test_torch_adapter_has_no_sparse_backward(start):
     plain, ours = blocks(start)
     assert type(plain.branch[0]) is torch.nn.Linear and not isinstance(plain.branch, type(ours.branch))
     assert plain.training and torch.allclose(plain(start.x), ours(start.x), atol=1e-6)
@@ -239,7 +239,7 @@ def test_rivals_do_not_get_the_sparse_backward(start):
 @pytest.mark.parametrize(
     "name",
     [
-        "per_item",
+        "torch_per_item",
         "torch_whole_set",
         "torch_in_batch",
         "torch_supcon",
@@ -253,7 +253,7 @@ def test_rivals_do_not_get_the_sparse_backward(start):
     ],
 )
 def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypatch, name):
-    "Each repeat begins at the warmed-up weights and moves them by about the learning rate a step: no contender idles."
+    "Each repeat starts from the same weights and moves them by about the learning rate a step."
     made, block = [], benchmarks.torch_released_ega
     monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
 
@@ -265,17 +265,17 @@ def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypa
     monkeypatch.setattr("ega.adapters.ReleasedEGA", Ours)
     torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
     job = getattr(benchmarks, name)(SMALL, tmp_path)
-    job.before()
+    job.prepare()
     assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())
-    told = job.work()
+    returned = job.run()
     moved = max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items())
-    assert 1e-4 < moved < 1e-3 and job.units in (3, 3.75)
+    assert 1e-4 < moved < 1e-3 and job.n_units in (3, 3.75)
     if name.startswith("ega_"):
-        assert 0 < told["rho"] <= 1
+        assert 0 < returned["rho"] <= 1
 
 
 @pytest.mark.parametrize("name", ["st_whole_set", "st_in_batch"])
-def test_sentence_transformers_trains_the_same_block(tmp_path, start, monkeypatch, name):
+def test_sentence_transformers_trains_from_the_same_state(tmp_path, start, monkeypatch, name):
     patch_torchvision()  # a broken one would keep sentence-transformers from being imported
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("datasets")
@@ -284,22 +284,22 @@ def test_sentence_transformers_trains_the_same_block(tmp_path, start, monkeypatc
     monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
     torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
     job = getattr(benchmarks, name)(SMALL, tmp_path)
-    job.before()
-    job.work()
-    job.before()
+    job.prepare()
+    job.run()
+    job.prepare()
     assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())  # every repeat starts afresh
-    job.work()
+    job.run()
     assert 1e-4 < max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items()) < 1e-3
 
 
-def test_released_form_draws_as_released():
+def test_item_triplets_draw_as_the_released_code():
     items = benchmarks.ItemTriplets(torch.eye(6), np.array([0, 0, 1, 1, 2, 2]))
     drawn = np.array([items.draw(0) for _ in range(300)])
     assert set(drawn[:, 0]) == {0, 1} and set(drawn[:, 1]) == {2, 3, 4, 5}  # the anchor may be its own positive
     assert all(torch.equal(a, torch.eye(6)[4]) for a in items[4][:1])
 
 
-def test_active_ratio_is_in_the_paper_s_regime(tmp_path):
+def test_active_ratio_at_full_size_is_a_few_percent(tmp_path):
     "At full size (some seconds): a few percent after the warm-up, as on Aircraft."
     size = benchmarks._AIRCRAFT | {"hidden": 512}
     full = benchmarks.benchmark_data(size, tmp_path)
@@ -310,14 +310,14 @@ def test_active_ratio_is_in_the_paper_s_regime(tmp_path):
 
 
 @pytest.mark.parametrize("rho", [0.05, 0.3, 1.0])
-def test_margin_for_opens_the_share_asked_for(start, rho):
+def test_margin_for_reaches_the_active_ratio(start, rho):
     t = random_dataset_triplets(class_index(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
     with torch.no_grad():
         z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
     assert abs(triplet_active_ratio(z, t, benchmarks.margin_for(start, rho)).rho - rho) < 0.01
 
 
-def test_floors_count_what_a_step_touches(start):
+def test_floors_count_the_rows_of_a_step(start):
     "Against brute force on the first step of the epoch that is replayed."
     for draw in (benchmarks._whole_set_draw(start), benchmarks._in_batch_draw(start)):
         steps = benchmarks.count_loop(start, draw)
@@ -331,16 +331,16 @@ def test_floors_count_what_a_step_touches(start):
         assert steps[0] == (len(set(forward.tolist())), len(touched)) and len(steps) == 4
 
 
-def test_search_contenders_find_the_same():
+def test_search_contenders_find_the_same_neighbours():
     faiss = pytest.importorskip("faiss")
     size = {"n": 400, "d": 16, "queries": 30}
     xb, xq = benchmarks._gallery(size)
-    D, I = benchmarks.faiss_loo(size, None).work()
+    D, I = benchmarks.faiss_loo(size, None).run()
     from ega.search import ivf_sweep, loo_knn
 
     assert (loo_knn(xb, 10, device="cpu").I == I).mean() > 0.99  # ties alone may differ
     swept = ivf_sweep(xq, xb, nlist=10, nprobes=(1, 5), k=10, device="cpu")
-    index = benchmarks._inverted(faiss, xb)
+    index = benchmarks._faiss_ivf(faiss, xb)
     for p in (1, 5):
         index.nprobe = p
         assert (index.search(xq, 10)[1] == swept[p].I).mean() > 0.99
@@ -375,7 +375,7 @@ def worked():
     )
 
 
-def test_ratios_are_formed_inside_a_round():
+def test_ratios_are_formed_within_a_round():
     r = ratios = harness.ratios(worked()).set_index("contender")
     assert np.allclose(r.speed, [1, 5, 1.5]) and np.allclose([r.low["quick"], r.high["quick"]], [4.5, 5.5])  # 4 and 6
     assert (
@@ -386,7 +386,7 @@ def test_ratios_are_formed_inside_a_round():
     assert ratios.rounds.tolist() == [2] * 3 and (harness.ratios(worked(), "halves").reference == "halves").all()
 
 
-def test_ratios_without_the_reference_are_missing_not_wrong():
+def test_ratios_without_the_reference_are_nan():
     frame = worked()
     gone = frame[frame.contender != "plain"]
     absent = frame.iloc[[0]].assign(
@@ -400,23 +400,23 @@ def test_ratios_without_the_reference_are_missing_not_wrong():
     )
 
 
-def test_registry_is_whole():
+def test_groups_are_complete():
     for name, g in benchmarks.GROUPS.items():
-        assert {g.reference} | ({g.floor} - {None}) <= set(g.contenders) and g.sizes and g.quick and g.repeats >= 3, (
-            name
-        )
+        assert (
+            {g.reference} | ({g.floor} - {None}) <= set(g.contenders) and g.sizes and g.quick_sizes and g.repeats >= 3
+        ), name
         assert all(len(n) <= 24 for n in g.contenders) and all(
             getattr(benchmarks, f.__name__) is f for f in g.contenders.values()
         )
 
 
-@pytest.mark.parametrize("wrong", [dict(only=["grid"]), dict(threads=0), dict(threads=True)])
-def test_wrong_requests(wrong):
+@pytest.mark.parametrize("wrong", [dict(groups=["grid"]), dict(threads=0), dict(threads=True)])
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(InputError):
         benchmarks.run_benchmarks(**wrong)
 
 
-def test_the_machine_is_described():
+def test_machine_description_is_complete():
     about = benchmarks.describe_machine()
     assert (
         about["cores"] >= 1
@@ -427,7 +427,7 @@ def test_the_machine_is_described():
     )
 
 
-def test_command_smokes_every_contender(tmp_path, capsys):
+def test_bench_command_runs_every_contender(tmp_path, capsys):
     "`ega-paper bench --quick`; on two free cores half a minute."
     begun = time.monotonic()
     assert cli.main(["bench", "--quick", "--out", str(tmp_path / "out")]) == 0
@@ -456,9 +456,9 @@ def test_command_smokes_every_contender(tmp_path, capsys):
     )
 
 
-def test_command_gives_ratios_as_json(tmp_path, capsys):
-    assert cli.main(["bench", "--quick", "--only", "exact", "--json", "--out", str(tmp_path)]) == 0
+def test_bench_command_prints_ratios_as_json(tmp_path, capsys):
+    assert cli.main(["bench", "--quick", "--groups", "exact", "--json", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
     rows = json.loads(said.out)
     assert {r["contender"] for r in rows} == {"FAISS", "ega"} and "4 rows" in said.err
-    assert cli.main(["bench", "--only", "grid"]) == 2
+    assert cli.main(["bench", "--groups", "grid"]) == 2

@@ -28,7 +28,7 @@ def root(tmp_path_factory):
     for method in ("frozen", "wccn", "supcon"):
         config = build_config("unseen", "cub100", method, hidden=16, epochs=2)
         store.add(run_experiment(config, root / "data/packs", device="cpu"))
-    store.seal()
+    store.merge_parts()
     return root
 
 

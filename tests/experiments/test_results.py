@@ -1,18 +1,21 @@
-"The committed results: complete, whole, and made again."
+"The committed results: complete, consistent, and reproducible from their stored configurations."
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from ega.experiments import runs
 from ega.experiments.cli import TOLERANCE
 from ega.experiments.grids import GRIDS, read_results
 from ega.experiments.protocols import load_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
-from ega.methods import parse_config
+from ega.methods import METHODS, AdapterConfig, LossConfig, parse_config
+from ega.training import TrainConfig
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")
@@ -34,23 +37,57 @@ def settings():
     return read_results(root / "data/results", "index")
 
 
-def test_every_run_was_searched_at_every_setting(settings):
-    wanted = {c.run_id: c for c in GRIDS["full"]["index"].configs()}
-    assert set(settings.run_id) == set(wanted) and all(
-        parse_config(RunConfig, json.loads(c)) == wanted[i] for i, c in zip(settings.run_id, settings.config)
+def assert_stored(name, rows):
+    "The stored runs of an experiment are exactly those of its grid."
+    configs = {c.run_id: c for c in GRIDS["full"][name].configs()}
+    stored = dict(zip(rows.run_id, rows.config))
+    advice = (
+        f"the grid {name!r} has {len(set(configs) - set(stored))} run ids that are not stored, "
+        f"and {len(set(stored) - set(configs))} stored ids are not in it. If a default of the library has changed, "
+        f"pin the old value in ega.experiments.grids.GRIDS['full'][{name!r}]; the stored runs stay as they are"
     )
+    assert set(stored) == set(configs), advice
+    assert all(parse_config(RunConfig, json.loads(stored[i])) == configs[i] for i in configs), advice
+
+
+def test_moved_default_is_reported_with_advice(monkeypatch):
+    "A grid with one changed default has other run ids; the message says where to pin the old value."
+    rows = read_results(root / "data/results", "rivals", ["run_id", "config"])
+    assert_stored("rivals", rows)
+    moved = {k: m._replace(lr=2 * m.lr) for k, m in METHODS.items()}
+    monkeypatch.setattr(runs, "METHODS", moved)
+    with pytest.raises(AssertionError, match=r"pin the old value in ega.experiments.grids.GRIDS\['full'\]\['rivals'\]"):
+        assert_stored("rivals", rows)
+
+
+@pytest.mark.parametrize("name", GRIDS["full"])
+def test_stored_configuration_is_complete(name, monkeypatch):
+    "A rerun uses the stored configuration alone: it gives the stored run id whatever the methods of the library are."
+    monkeypatch.setattr(runs, "METHODS", {})
+    rows = read_results(root / "data/results", name, ["run_id", "config"]).drop_duplicates("run_id")
+    for run_id, config in zip(rows.run_id, rows.config):
+        assert parse_config(RunConfig, json.loads(config)).run_id == run_id
+        parts = [RunConfig, AdapterConfig, LossConfig, TrainConfig]
+        values = [json.loads(config)] + [json.loads(config)[p] for p in ("adapter", "loss", "train")]
+        for part, stored in zip(parts, values):
+            later = {f.name for f in fields(part) if f.metadata}  # left out of the id while they have their default
+            assert stored is None or {f.name for f in fields(part)} - later <= set(stored)
+
+
+def test_every_index_run_has_every_setting(settings):
+    assert_stored("index", settings)
     allowed = {(0, 0), *((l, p) for l in INDEX_SETTINGS["nlist"] for p in INDEX_SETTINGS["nprobe"] if p <= l)}
     for _, g in settings.groupby("run_id"):
         assert sorted(zip(g.nlist, g.nprobe, g.k)) == sorted((l, p, k) for l, p in allowed for k in INDEX_SETTINGS["k"])
     whole = settings[settings.nprobe == settings.nlist]  # exact, or all lists probed
     assert (whole.scanned == 1).all() and (whole.ar == 1).all()
     same = whole.groupby(["run_id", "k"]).lp
-    assert (same.max() - same.min() < 1e-3).all()  # exact search averages over ties that stand behind place k
+    assert (same.max() - same.min() < 1e-3).all()  # exact search averages over ties beyond place k
     for r in settings.drop_duplicates("packs").itertuples():
-        named(r)
+        assert_packs_of(r)
 
 
-def test_a_setting_comes_back_with_its_digits(settings):
+def test_index_run_is_reproduced(settings):
     use_one_thread()
     was = settings.query("benchmark == 'cub100' and method == 'wccn'").set_index(["nlist", "nprobe", "k"]).sort_index()
     now = (
@@ -65,14 +102,11 @@ def test_a_setting_comes_back_with_its_digits(settings):
     )
 
 
-def test_curves_are_complete_and_whole(curves):
+def test_curves_are_complete(curves):
     name, rows = curves
-    wanted = {c.run_id: c for c in GRIDS["full"][name].configs()}
-    assert set(rows.run_id) == set(wanted) and all(
-        parse_config(RunConfig, json.loads(c)) == wanted[i] for i, c in zip(rows.run_id, rows.config)
-    )
-    for (i, _), g in rows.groupby(["run_id", "query_set"]):
-        assert tuple(g.strength) == ((0.0,) if wanted[i].method == "frozen" else STRENGTHS[1:])
+    assert_stored(name, rows)
+    for _, g in rows.groupby(["run_id", "query_set"]):
+        assert tuple(g.strength) == ((0.0,) if g.method.iloc[0] == "frozen" else STRENGTHS[1:])
     for r in rows.itertuples():
         assert (
             len(r.query) == len(r.hit) == r.n
@@ -80,23 +114,23 @@ def test_curves_are_complete_and_whole(curves):
             and np.isclose(r.within.sum(), 1)
         )
     for r in rows.drop_duplicates("packs").itertuples():
-        named(r)
+        assert_packs_of(r)
 
 
-def test_the_end_of_a_curve_is_the_stored_run():
+def test_curve_at_strength_one_equals_the_stored_run():
     columns = ["run_id", "benchmark", "method", "split_seed", "seed", "query_set", "hit"]
-    runs = read_results(root / "data/results", "rivals", columns).set_index(["benchmark", "method", "query_set"]).hit
+    stored = read_results(root / "data/results", "rivals", columns).set_index(["benchmark", "method", "query_set"]).hit
     ends = (
         read_results(root / "data/results", "interpolation", [*columns, "strength"])
         .query("strength == 1 or strength == 0")
         .set_index(["benchmark", "method", "query_set"])
         .hit
     )
-    both = ends.index.intersection(runs.index)
-    assert len(both) == 2 * 3 * 8 and all(np.array_equal(ends[k], runs[k]) for k in both)
+    both = ends.index.intersection(stored.index)
+    assert len(both) == 2 * 3 * 8 and all(np.array_equal(ends[k], stored[k]) for k in both)
 
 
-def test_settings_were_chosen_where_they_should_be():
+def test_tuned_settings_equal_a_new_choice():
     chosen = pd.read_csv(root / "data/tuned.csv")
     again = choose_settings(
         read_results(
@@ -106,15 +140,13 @@ def test_settings_were_chosen_where_they_should_be():
     assert chosen[["benchmark", "method", "strength"]].equals(again[["benchmark", "method", "strength"]])
 
 
-def test_the_committed_grid_is_complete_and_nothing_else(experiment):
+def test_stored_runs_are_those_of_the_grid(experiment):
     name, rows = experiment
-    wanted = {c.run_id: c for c in GRIDS["full"][name].configs()}
-    assert set(rows.run_id) == set(wanted)
-    assert all(parse_config(RunConfig, json.loads(c)) == wanted[i] for i, c in zip(rows.run_id, rows.config))
+    assert_stored(name, rows)
     assert not rows.duplicated(["run_id", "query_set"]).any() and len(check_comparable(rows))
 
 
-def test_means_are_those_of_the_stored_queries(experiment):
+def test_means_equal_those_of_the_stored_queries(experiment):
     for r in experiment[1].itertuples():
         assert (
             len(r.query) == len(r.hit) == len(r.ivf_ar) == r.n
@@ -123,17 +155,17 @@ def test_means_are_those_of_the_stored_queries(experiment):
         )
 
 
-def test_all_methods_of_a_cell_answered_the_same_queries(experiment):
+def test_methods_have_the_same_queries(experiment):
     for _, g in experiment[1].groupby(["benchmark", "query_set", "split_seed"]):
         assert all(np.array_equal(q, g["query"].iloc[0]) for q in g["query"])
 
 
-def test_rows_name_the_packs_that_are_committed(experiment):
+def test_rows_name_the_committed_packs(experiment):
     for r in experiment[1].drop_duplicates("packs").itertuples():
-        named(r)
+        assert_packs_of(r)
 
 
-def named(row):
+def assert_packs_of(row):
     assert row.packs == " ".join(
         dict.fromkeys(
             e.meta["sha256"][:16]
@@ -143,10 +175,11 @@ def named(row):
 
 
 @pytest.mark.parametrize("benchmark,method", CHEAP)
-def test_a_deleted_row_comes_back_with_its_digits(benchmark, method):
-    """On the kind of machine the row was made on: equal LP@1 and first neighbours. On another: within the stated tolerance.
+def test_stored_run_is_reproduced(benchmark, method):
+    """Equal LP@1 and first neighbours on the kind of machine that made the row, within the tolerance on another.
 
-    The loss may differ in the last bit of float32: rows of whitened maps were made with two BLAS threads, a rerun with one differs by 6e-8, with two not at all."""
+    The loss may differ in the last bit of float32: rows of whitened methods were made with two BLAS threads; a rerun
+    with one differs by 6e-8, a rerun with two not at all."""
     rows = (
         read_results(root / "data/results", "unseen")
         .query("benchmark == @benchmark and method == @method and split_seed == 42 and seed == 0")

@@ -1,4 +1,4 @@
-"Configurations, splits, the store under kills and concurrency, and the summary against a loop, on small packs made here."
+"Configurations, splits, the result store under kills and concurrency, and the summary against a loop, on small packs."
 
 import json
 import os
@@ -27,7 +27,7 @@ from ega.metrics import negative_cosine_std
 from ega.packs import EmbeddingSet, pack_path, write_pack
 from ega.testing import simplex_vertices
 
-BUDGET = dict(hidden=16, epochs=2)
+SMALL_TRAINING = dict(hidden=16, epochs=2)
 
 
 def make_packs(root):
@@ -77,8 +77,8 @@ def test_in_distribution_split_has_three_disjoint_parts_of_every_class(packs):
     assert abs(len(s.fit) / 180 - 0.5) < 0.05
 
 
-def test_run_id_is_the_whole_configuration():
-    base = build_config("unseen", "cub100", "supcon_preserve", **BUDGET)
+def test_run_id_covers_the_whole_configuration():
+    base = build_config("unseen", "cub100", "supcon_preserve", **SMALL_TRAINING)
     changed = [
         replace(base, seed=1),
         replace(base, split_seed=1),
@@ -102,8 +102,8 @@ def test_unknown_names_are_refused(packs):
         with pytest.raises(InputError, match=words):
             build_config(**(dict(task="unseen", benchmark="cub100", method="ega_paper") | change))
     with pytest.raises(InputError, match="no field"):
-        parse_config(RunConfig, {"methd": "ega"})
-    base = build_config("unseen", "cub100", "ega_paper", **BUDGET)
+        parse_config(RunConfig, {"methd": "ega_paper"})
+    base = build_config("unseen", "cub100", "ega_paper", **SMALL_TRAINING)
     for bad, words in (
         (replace(base, task="x"), "task"),
         (replace(base, adapter=replace(base.adapter, kind="x")), "adapter kind"),
@@ -116,8 +116,8 @@ def test_unknown_names_are_refused(packs):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method):
-    rows = run_experiment(build_config("unseen", "cub100", method, **BUDGET), packs, device="cpu").set_index(
+def test_method_runs_and_means_equal_those_of_its_queries(packs, method):
+    rows = run_experiment(build_config("unseen", "cub100", method, **SMALL_TRAINING), packs, device="cpu").set_index(
         "query_set"
     )
     assert list(rows.index) == ["seen", "unseen"]
@@ -132,13 +132,13 @@ def test_every_method_runs_and_its_means_are_those_of_its_queries(packs, method)
                 (other.y[r.neighbour] == r.query_class).mean(), r.lp_at_1, atol=0.03
             )  # its two points are ties: the first neighbour is any
     assert not (rows.loc["unseen", "neighbour"] == rows.loc["unseen", "query"]).any()
-    assert len(rows.active_ratio_history.iloc[0]) == (BUDGET["epochs"] if METHODS[method].loss else 0)
+    assert len(rows.active_ratio_history.iloc[0]) == (SMALL_TRAINING["epochs"] if METHODS[method].loss else 0)
 
 
 @pytest.mark.parametrize("crowd", [1, 30])
 @pytest.mark.parametrize("k", [1, 3])
-def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatch):
-    "Neighbours in the other folds are read from the neighbours among all rows; crowds of 30 twins of one fold leave none there, so these are searched again."
+def test_leave_one_out_equals_a_search_in_every_fold(crowd, k, monkeypatch):
+    "With 30 duplicates in one fold, no stored neighbour lies in the other folds, and the queries are searched again."
     from ega.search import SearchConfig
 
     rng = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_left_out_verdict_is_that_of_a_search_in_every_fold(crowd, k, monkeypatc
     assert 0 < got.ivf_ar.mean() < 1 or crowd > 1
 
 
-def test_frozen_leave_one_out_is_brute_force(packs):
+def test_frozen_leave_one_out_equals_brute_force(packs):
     r = (
         run_experiment(build_config("unseen", "tiny200>cifar10", "frozen"), packs, device="cpu")
         .set_index("query_set")
@@ -170,14 +170,14 @@ def test_frozen_leave_one_out_is_brute_force(packs):
     assert np.isclose((other.y[s.argmax(1)] == other.y).mean(), r.lp_at_1, atol=1e-6) and r.displacement == 0
 
 
-def test_same_configuration_same_digits_in_any_process(packs, tmp_path):
-    configs = [build_config("unseen", "grocery", m, **BUDGET) for m in ("ega_paper", "supcon", "lora_triplet")]
+def test_same_configuration_gives_same_digits_in_any_process(packs, tmp_path):
+    configs = [build_config("unseen", "grocery", m, **SMALL_TRAINING) for m in ("ega_paper", "supcon", "lora_triplet")]
     a, b = ResultStore(tmp_path / "a", "unseen"), ResultStore(tmp_path / "b", "unseen")
     assert (
         run_grid(configs, a, packs, workers=2, progress=False) == 3
         and run_grid(configs[::-1], b, packs, workers=1, progress=False) == 3
     )
-    a.seal(), b.seal()
+    a.merge_parts(), b.merge_parts()
     for column in ("run_id", "query_set", "lp_at_1", "ar_at_1", "displacement"):
         assert a.read()[column].equals(b.read()[column])
     for column in ("hit", "neighbour", "loss_history"):
@@ -190,13 +190,16 @@ GRID = textwrap.dedent("""
     sys.path.insert(0, {tests!r})
     from test_runs import *
     if __name__ == "__main__":
-        grid = Grid("unseen", ("cub100", "grocery"), methods=("frozen", "wccn", "ega_released", "supcon", "ega_paper"), hidden=16, epochs=40, splits=(42,), seeds=(0, 1))
-        store = Store({results!r}, "unseen")
+        methods = ("frozen", "wccn", "ega_released", "supcon", "ega_paper")
+        grid = Grid(
+            "unseen", ("cub100", "grocery"), methods=methods, hidden=16, epochs=40, splits=(42,), seeds=(0, 1)
+        )
+        store = ResultStore({results!r}, "unseen")
         print(run_grid(list(grid.configs()), store, {packs!r}, workers=2, progress=False), len(store.ids()))
 """)
 
 
-def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
+def test_grid_resumes_after_three_kills(packs, tmp_path):
     script = tmp_path / "grid.py"
     script.write_text(GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "killed"), packs=str(packs)))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -212,7 +215,7 @@ def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
         now = {p.name: p.stat().st_mtime_ns for p in store.parts.glob("*.parquet")}
         assert stamps.items() <= now.items() and all(
             len(pd.read_parquet(store.parts / p)) for p in now
-        )  # what was there is untouched and whole
+        )  # earlier parts are unchanged and complete
         stamps = now
     done = subprocess.run(
         [sys.executable, str(script)], env=env, capture_output=True, text=True, check=True
@@ -234,27 +237,27 @@ def test_three_kills_lose_nothing_and_repeat_nothing(packs, tmp_path):
     )
 
 
-STRIKE = textwrap.dedent("""
+INTERRUPT_INSIDE_LOCK = textwrap.dedent("""
     import concurrent.futures, signal
     signal.signal(signal.SIGINT, signal.default_int_handler)                # a shell's background jobs ignore ctrl-c
     wait = concurrent.futures.wait
-    def struck(runs, *how):
+    def wait_interrupted(runs, *how):
         lock = next(iter(runs))._condition
         lock.acquire(); signal.raise_signal(signal.SIGINT); lock.release()
         return wait(runs, *how)
-    concurrent.futures.wait = struck
+    concurrent.futures.wait = wait_interrupted
 """)
 
 
 def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
-    "The lock of a run that the pool wants to set free would be left locked, and the pool would wait for ever."
+    "Without deferring ctrl-c, the lock of a future would stay locked and the pool would wait for ever."
     script = tmp_path / "grid.py"
     script.write_text(
-        STRIKE
+        INTERRUPT_INSIDE_LOCK
         + GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "r"), packs=str(packs))
         .replace('"frozen", "wccn", ', "")
         .replace("epochs=40", "epochs=1_000_000")
-    )  # nobody waits for these
+    )  # the runs never finish
     done = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -266,46 +269,46 @@ def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
 
 
-def test_a_worker_computes_with_one_thread():
-    "Whatever the machine has: a run has the same bits however many run beside it."
+def test_worker_uses_one_thread():
+    "So that a run has the same bits however many others run beside it."
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        grids._worker(os.getppid())
+        grids._start_worker(os.getppid())
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 
 
-def made_up(i):
+def one_row(i):
     return pd.DataFrame(
         [dict(run_id=f"{i:016x}", query_set="unseen", benchmark="b", method="frozen", config="{}", lp_at_1=0.5)]
     )
 
 
-def test_what_is_sealed_is_not_added_again(tmp_path):
+def test_merged_run_is_not_added_again(tmp_path):
     store = ResultStore(tmp_path, "unseen")
-    store.add(made_up(1))
-    store.seal()
-    store.add(made_up(1))
+    store.add(one_row(1))
+    store.merge_parts()
+    store.add(one_row(1))
     assert not store.parts.exists() and len(store.read()) == 1
 
 
-def test_sealing_sweeps_what_the_dead_were_writing_and_nothing_else(tmp_path):
-    "A run that is still trained may be writing its checkpoint just now."
+def test_merge_parts_removes_temporary_files_of_finished_runs_only(tmp_path):
+    "The checkpoint of an unfinished run may be written at this moment and must stay."
     store = ResultStore(tmp_path, "unseen")
-    store.add(made_up(1))
+    store.add(one_row(1))
     done, table, open_ = (
         store.parts / f".{name}.x.tmp"
         for name in (f"{1:016x}.safetensors", f"{2:016x}.parquet", f"{2:016x}.safetensors")
     )
     for p in (done, table, open_):
         p.write_bytes(b"")
-    store.seal()
+    store.merge_parts()
     assert list(store.parts.iterdir()) == [open_]
 
 
-def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
+def test_workers_exit_when_their_parent_is_killed(packs, tmp_path):
     script = tmp_path / "grid.py"
     script.write_text(
         GRID.format(tests=os.path.dirname(__file__), results=str(tmp_path / "r"), packs=str(packs)).replace(
@@ -320,9 +323,9 @@ def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
     )
     end, store = time.time() + 60, ResultStore(tmp_path / "r", "unseen")
     while len(store.ids()) < 2 and time.time() < end:
-        time.sleep(0.1)  # both are at work
+        time.sleep(0.1)  # both workers have finished a run
     left = children(process.pid)
-    assert len(left) == 3 and all(map(alive, left))  # the third counts what the two share
+    assert len(left) == 3 and all(map(alive, left))  # the third is multiprocessing's resource tracker
     process.send_signal(signal.SIGKILL)
     process.wait()
     end = time.time() + 10
@@ -331,11 +334,11 @@ def test_workers_leave_when_their_parent_is_killed(packs, tmp_path):
     assert not any(map(alive, left))
 
 
-def test_a_failing_run_stops_the_grid_and_keeps_what_was_done(packs, tmp_path):
+def test_failing_run_stops_the_grid_and_keeps_finished_runs(packs, tmp_path):
     good, bad = (
         build_config("unseen", "cub100", "frozen"),
         replace(
-            build_config("unseen", "cub100", "ega_paper", **BUDGET),
+            build_config("unseen", "cub100", "ega_paper", **SMALL_TRAINING),
             loss=replace(METHODS["ega_paper"].loss, sampler="x"),
         ),
     )
@@ -345,18 +348,18 @@ def test_a_failing_run_stops_the_grid_and_keeps_what_was_done(packs, tmp_path):
     assert store.ids() == {good.run_id}
 
 
-def test_two_processes_may_add_at_once(packs, tmp_path):
+def test_two_stores_may_add_to_one_folder(packs, tmp_path):
     rows = run_experiment(build_config("unseen", "grocery", "frozen"), packs, device="cpu")
     a, b = ResultStore(tmp_path, "unseen"), ResultStore(tmp_path, "unseen")
     a.add(rows)
     b.add(rows.assign(seconds=9.0))
     a.add(rows.assign(run_id="f" * 16))
-    a.seal()
-    b.seal()
+    a.merge_parts()
+    b.merge_parts()
     assert len(a.read()) == 4 and a.ids() == {rows.run_id[0], "f" * 16} and not a.parts.exists()
 
 
-def test_a_broken_result_file_is_named(tmp_path):
+def test_unreadable_result_file_is_reported(tmp_path):
     with pytest.raises(InputError, match="no results"):
         ResultStore(tmp_path, "unseen").read()
     (tmp_path / "unseen.parquet").write_bytes(b"PAR1 nonsense")
@@ -368,7 +371,7 @@ def test_a_broken_result_file_is_named(tmp_path):
 def results(packs):
     return pd.concat(
         [
-            run_experiment(build_config("unseen", b, m, split_seed=s, seed=t, **BUDGET), packs, device="cpu")
+            run_experiment(build_config("unseen", b, m, split_seed=s, seed=t, **SMALL_TRAINING), packs, device="cpu")
             for b in ("cub100", "grocery")
             for m in ("frozen", "supcon")
             for s in (42, 0)
@@ -409,7 +412,7 @@ def test_summary_is_the_mean_over_pairs_of_split_and_query(results):
     assert (line.low <= line.value + 1e-9).all() and (line.value <= line.high + 1e-9).all()
 
 
-def test_summary_interval_is_a_class_then_query_bootstrap(results):
+def test_summary_interval_equals_a_bootstrap_over_classes_then_queries(results):
     "Against a plain loop over classes and queries, within the noise of two independent bootstraps."
     r = results[
         (results.query_set == "unseen")
@@ -432,7 +435,7 @@ def test_summary_interval_is_a_class_then_query_bootstrap(results):
     assert np.allclose([line.low, line.high], 100 * np.percentile(means, [2.5, 97.5]), atol=2.5)
 
 
-def test_summary_refuses_mixtures(results):
+def test_summary_refuses_mixed_settings(results):
     for column, value in (("nlist", 100), ("protocol", "released"), ("k", 5)):
         mixed = results.copy()
         mixed.loc[0, column] = value
@@ -444,7 +447,7 @@ def test_summary_refuses_mixtures(results):
         summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
 
 
-def test_a_table_names_its_hidden_widths_and_epochs_only_where_runs_have_them(results):
+def test_provenance_names_hidden_and_epochs_only_where_runs_have_them(results):
     untrained, trained = (results[results.method == m] for m in ("frozen", "supcon"))
     assert "hidden 16, 2 epochs, protocol strict" in provenance(trained) and "hidden 16, 2 epochs" in provenance(
         results
@@ -455,17 +458,16 @@ def test_a_table_names_its_hidden_widths_and_epochs_only_where_runs_have_them(re
     )
 
 
-def test_quick_is_a_part_of_full():
+def test_quick_grid_is_part_of_the_full_grid():
     for name, grid in GRIDS["quick"].items():
         assert {c.run_id for c in grid.configs()} <= {c.run_id for c in GRIDS["full"][name].configs()}
 
 
-# ---- what serves the audit
+# ---- protocols of the audit
 
 
-def test_closed_and_open_leak_ask_the_same_of_the_same_gallery(packs):
-    "Only the fit rows differ, and the check that all other splits pass refuses the open one."
-    from ega.packs import check_split
+def test_leaked_protocol_differs_in_fit_rows_only(packs):
+    "Only the fit rows differ, and Split.check refuses the leaked split."
 
     strict, closed, leaky = (
         build_config("in_distribution", "grocery", "frozen", protocol=p) for p in ("strict", "gallery_fitted", "leaked")
@@ -481,14 +483,14 @@ def test_closed_and_open_leak_ask_the_same_of_the_same_gallery(packs):
         a.seen_queries
     )
     with pytest.raises(InputError, match="fit and seen_queries share"):
-        check_split(b, es.y)
+        b.check(es.y)
     assert set(run_experiment(closed, packs).query_set) == set(run_experiment(leaky, packs).query_set) == {
         "seen"
     } and set(run_experiment(strict, packs).query_set) == {"seen", "seen_fit_gallery"}
 
 
-def test_a_temperature_that_is_not_named_is_the_spread_of_cosines(packs):
-    config = build_config("unseen", "cub100", "supcon", **BUDGET)
+def test_default_temperature_is_the_spread_of_cosines(packs):
+    config = build_config("unseen", "cub100", "supcon", **SMALL_TRAINING)
     es, other = load_sets(config, packs)
     fit = build_split(config, es, other).fit
     x, y = es.x[fit], es.y[fit]
@@ -503,7 +505,7 @@ def test_a_temperature_that_is_not_named_is_the_spread_of_cosines(packs):
     ).all()
 
 
-def test_rank_is_of_lora_alone():
+def test_rank_applies_to_lora_only():
     small, own = (
         build_config("unseen", "cub100", "lora_triplet", rank=8),
         build_config("unseen", "cub100", "lora_triplet"),
@@ -518,7 +520,7 @@ def test_rank_is_of_lora_alone():
         build_config("unseen", "cub100", "ega_paper", protocol="loose")
 
 
-def test_a_sweep_moves_one_setting_and_names_it():
+def test_sweep_changes_one_setting_and_names_it():
     grid = Grid("unseen", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,))
     frozen, *moved = Sweep(grid, (("ega_released", {"margin": (0.05, 0.2)}), ("lora_supcon", {"rank": (8,)}))).configs()
     assert [c.method for c in moved] == [
@@ -535,7 +537,7 @@ def test_a_sweep_moves_one_setting_and_names_it():
     assert len({c.run_id for c in (frozen, *moved, base)}) == 5
 
 
-def test_a_sweep_of_two_dials_goes_through_all_pairs_and_names_read_back():
+def test_sweep_of_two_settings_covers_all_pairs():
     grid = Grid("curve", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,), protocol="held_out")
     _, *moved = Sweep(grid, (("supcon", {"tau": (0.05, 0.1), "lr": (1e-4, 3e-4)}),)).configs()
     assert [(c.loss.tau, c.train.lr) for c in moved] == [(0.05, 1e-4), (0.05, 3e-4), (0.1, 1e-4), (0.1, 3e-4)]
@@ -545,7 +547,7 @@ def test_a_sweep_of_two_dials_goes_through_all_pairs_and_names_read_back():
 
 
 @pytest.mark.parametrize("benchmark", ["cub100", "grocery", "tiny200>cifar10"])
-def test_held_out_classes_are_seen_ones(benchmark, packs):
+def test_held_out_protocol_uses_seen_classes_only(benchmark, packs):
     true, held = (build_config("unseen", benchmark, "frozen", protocol=p) for p in ("strict", "held_out"))
     es, other = load_sets(held, packs)
     a, b = build_split(true, *load_sets(true, packs)), build_split(held, es, other)
@@ -560,7 +562,7 @@ def test_held_out_classes_are_seen_ones(benchmark, packs):
         assert not known & set(es.y[a.unseen_queries])
 
 
-def test_a_curve_ends_where_the_run_does(packs):
+def test_curve_at_strength_one_equals_the_run(packs):
     for method in ("wccn", "lda"):
         run = run_experiment(build_config("unseen", "grocery", method), packs).set_index("query_set")
         curve = (
@@ -580,16 +582,16 @@ def test_a_curve_ends_where_the_run_does(packs):
     assert (zero.strength == 0).all() and all(np.array_equal(zero.hit[q], frozen.hit[q]) for q in ("seen", "unseen"))
 
 
-def test_mixing_similarities_is_what_stacking_does():
-    from ega.experiments.runs import _between
+def test_stacked_columns_mix_similarities():
+    from ega.experiments.runs import _at_strength
 
     rng = np.random.default_rng(0)
     x, z = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (rng.normal(size=(7, 5)), rng.normal(size=(7, 3))))
-    e = _between(x, z, 0.3)
+    e = _at_strength(x, z, 0.3)
     assert e.shape == (7, 8) and np.allclose(e @ e.T, 0.7 * x @ x.T + 0.3 * z @ z.T, atol=1e-6)
 
 
-def test_the_choice_is_the_best_of_the_held_out_classes():
+def test_choose_settings_takes_the_best_on_held_out_classes():
     def row(method, strength, seen, unseen, protocol="held_out"):
         return [
             dict(benchmark="cub100", method=method, strength=strength, query_set=q, lp_at_1=v, protocol=protocol)
@@ -612,7 +614,7 @@ def test_the_choice_is_the_best_of_the_held_out_classes():
         choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")))
 
 
-def test_asking_for_few_columns_loses_no_row(tmp_path):
+def test_reading_few_columns_keeps_all_rows(tmp_path):
     rows = pd.DataFrame({"run_id": ["a", "a", "b", "b"], "query_set": ["seen", "unseen"] * 2, "lp_at_1": [0.5] * 4})
     ResultStore(tmp_path, "x").write(rows)
     assert len(ResultStore(tmp_path, "x").read(["lp_at_1"])) == 4 and list(
@@ -620,7 +622,7 @@ def test_asking_for_few_columns_loses_no_row(tmp_path):
     ) == ["lp_at_1"]
 
 
-def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
+def test_table_is_read_from_the_file_that_was_opened(tmp_path, monkeypatch):
     store, opened = ResultStore(tmp_path, "unseen"), grids.open_parquet
     first, second = [
         pd.DataFrame({"run_id": names, "query_set": "seen", "benchmark": "b", "method": "m", "config": "{}"})
@@ -629,7 +631,7 @@ def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
     store.write(first)
 
     def replaced(path):
-        "Another process seals between the footer and the pages."
+        "Replace the table between reading its footer and its pages, as another process may."
         f = opened(path)
         store.write(second)
         return f
@@ -640,12 +642,12 @@ def test_a_table_is_read_from_the_file_it_was_opened_in(tmp_path, monkeypatch):
     assert store.read().run_id.tolist() == ["b", "c"]
 
 
-# ---- tables that are no grid
+# ---- cached tables
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_a_table_that_was_stopped_goes_on(tmp_path, ending):
-    "The second start makes what the first did not, and the table is that of an unbroken one."
+def test_cached_table_resumes_after_interruption(tmp_path, ending):
+    "The second call computes what the first did not, and the table equals that of an uninterrupted call."
     arms, made = [("a", 0.25), ("a", 1.0), ("b", 0.25)], []
 
     def rows(name, cap):
@@ -684,7 +686,7 @@ def test_a_table_that_was_stopped_goes_on(tmp_path, ending):
         [("a", 1), ("a", 2), ("a", 1)],
     ],
 )
-def test_an_arm_is_known_again_whatever_it_is(tmp_path, ending, arms):
+def test_cached_table_recognises_its_keys(tmp_path, ending, arms):
     keys, made = ["name", "n"][: len(arms[0])], []
 
     def rows(*arm):
@@ -700,10 +702,10 @@ def test_an_arm_is_known_again_whatever_it_is(tmp_path, ending, arms):
     )
 
 
-def test_a_table_refuses_what_it_could_not_resume(tmp_path):
+def test_cached_table_refuses_keys_it_could_not_resume(tmp_path):
     one = dict(progress=False)
     for arms in ([("a",), (1,)], [("a", 1)], [(None,)], []):
-        with pytest.raises(InputError, match="one type a place"):
+        with pytest.raises(InputError, match="one type at each place"):
             cached_table(tmp_path / "t.csv", arms, ("name",), dict, **one)
     for made in ({"x": 1}, None, pd.DataFrame({"name": []})):
         with pytest.raises(InputError, match="must hold it in name"):

@@ -685,7 +685,9 @@ def write_index(folder):
     return [f.relative_to(folder).as_posix() for f in sorted((folder / "i").rglob("*")) if f.is_file()]
 
 
-READERS["index of texts"] = Reader(write_index, lambda f: digest(*index.AdaptedIndex.load(f / "i").search(rows(3, seed=1), 3)))
+READERS["index of texts"] = Reader(
+    write_index, lambda f: digest(*index.AdaptedIndex.load(f / "i").search(rows(3, seed=1), 3))
+)
 
 
 def write_numbers(folder):
@@ -798,7 +800,9 @@ READERS["published numbers"] = Reader(
     )[:9999],
 )
 READERS["ega-paper reproduce --protocol"] = Reader(
-    write_published, command("reproduce", "--protocol", "paper", "--experiments", "tab:ood_summary", "--dry-run"), step=4
+    write_published,
+    command("reproduce", "--protocol", "paper", "--experiments", "tab:ood_summary", "--dry-run"),
+    step=4,
 )
 
 
@@ -896,7 +900,12 @@ def begun(folder):
     encoder.encode = lambda batch, left=[1]: Mean.encode(encoder, batch) if left.pop() else None
     try:
         embed.embed(
-            datasets.open_source(folder / "f"), encoder, folder / "p.parquet", shard_rows=2, batch_size=2, progress=False
+            datasets.open_source(folder / "f"),
+            encoder,
+            folder / "p.parquet",
+            shard_rows=2,
+            batch_size=2,
+            progress=False,
         )
     except (IndexError, TypeError, InputError):
         pass

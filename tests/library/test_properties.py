@@ -359,10 +359,10 @@ def test_results_do_not_depend_on_the_order_of_runs(tmp_path_factory, pytestconf
         stores = [ResultStore(tmp_path_factory.mktemp("s"), "unseen") for _ in range(2)]
         for i, s in zip(order, sealed):
             stores[0].add(rows(i))
-            stores[0].seal() if s else None
+            stores[0].merge_parts() if s else None
         for i in sorted(set(order)):
             stores[1].add(rows(i))
-        stores[1].seal()
+        stores[1].merge_parts()
         assert stores[0].read().equals(stores[1].read()) and stores[0].ids() == stores[1].ids() == {
             f"{i:016x}" for i in order
         }

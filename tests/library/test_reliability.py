@@ -137,7 +137,7 @@ def grid(folder):
                     c, folder.parent / "data/packs", checkpoint=store.parts / f"{c.run_id}.safetensors", device="cpu"
                 ).assign(seconds=0.0)
             )
-    store.seal()
+    store.merge_parts()
     return digits(store) if not store.parts.exists() else b"parts are left"
 
 
@@ -368,7 +368,7 @@ def test_processes_can_share_a_results_folder(tmp_path, count):
             for i in range(each):
                 store.add(result(w * each + i))
                 store.add(result(i))
-                store.seal() if i % 3 == w else None
+                store.merge_parts() if i % 3 == w else None
 
         return work
 
@@ -384,7 +384,7 @@ def test_processes_can_share_a_results_folder(tmp_path, count):
 
     forked(*map(worker, range(many)), reader)
     store = grids.ResultStore(tmp_path / "r", "unseen")
-    store.seal()
+    store.merge_parts()
     frame = store.read()
     assert (
         len(frame) == 2 * many * each
@@ -717,9 +717,9 @@ from pathlib import Path
 from ega.adapters import LinearAdapter
 from ega.arrays import peak_memory_mb
 from ega.transform import transform_file
-from ega.experiments.throughput import _synthetic
+from ega.experiments.throughput import _write_synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])
-_synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))
+_write_synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))
 before = peak_memory_mb()
 transform_file(LinearAdapter(384), folder/"x.npy", folder/"z.npy", device="cpu", threads=1)
 print(before, peak_memory_mb(), (folder/"z.npy").stat().st_size)
