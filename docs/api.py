@@ -1,4 +1,4 @@
-"""API pages: one page for each module, in the groups of the chapters, with the comments behind parameters as their explanation."""
+"""API pages: one for each module, in the groups of the chapters, with the comments behind parameters as their explanation."""
 
 import ast
 import importlib
@@ -168,7 +168,9 @@ def write(
         ]
         for m, _, title, path in of:
             pages[f"{m}.md"] = (
-                f"# ega.{m}\n\nExplained and tested in the chapter [{title}](../../{path}).\n\n```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n   :inherited-members: {NOT_INHERITED}\n```\n"
+                f"# ega.{m}\n\nExplained and tested in the chapter [{title}](../../{path}).\n\n"
+                f"```{{eval-rst}}\n.. automodule:: ega.{m}\n   :members:\n   :undoc-members:\n"
+                f"   :inherited-members: {NOT_INHERITED}\n```\n"
             )
     modules_there = (f.relative_to(root / "ega").with_suffix("") for f in (root / "ega").rglob("[a-z]*.py"))
     if missing := {f"{'.'.join(m.parts)}.md" for m in modules_there} - set(pages):

@@ -1,4 +1,4 @@
-"""The code of README.md and of the tutorials, run from top to bottom; `python docs/pages.py` writes what it prints into the tutorials."""
+"""Run the code of README.md and of the tutorials; `python docs/pages.py` writes its output into the tutorials."""
 
 import ast
 import contextlib
@@ -13,7 +13,8 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 TUTORIALS = sorted((root / "docs/tutorials").glob("*.md"))
-WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"  # there every digit must be the same; elsewhere a decimal may move by POINTS, as in `ega-paper rerun`
+# Every digit must be equal there; elsewhere a decimal may differ by POINTS, as in `ega-paper rerun`.
+WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"
 POINTS = 1.0
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$|\n\n((?:    [^\n]*\n)+))?", re.M | re.S)
@@ -22,7 +23,7 @@ BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$|\n\n(
 def blocks(
     text,  # of a Markdown page
 ):  # [(language, source, output shown behind it or None)]
-    "What runs, `python` and `sh`, and what it must print: a `text` block behind it, or an indented one as nbconvert writes it."
+    "The blocks that run, `python` and `sh`, with the output shown behind them: a `text` block or an indented block."
     return [
         (language, source, output if output is not None else indented)
         for language, source, output, indented in (m.groups() for m in BLOCK.finditer(text))
@@ -77,7 +78,7 @@ def agrees(
 def clone(
     folder,  # an empty one
 ):
-    "Inside of what looks like a clone, with `ega` on the path, and with the two files that the first page takes for granted."
+    "Change into a folder that looks like a clone, with `ega` on the path and the two files that the README expects."
     import numpy as np
 
     from ega import read_pack
@@ -123,7 +124,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder, clone(Path(folder)):
             came = [got for _, _, got in prints(page.read_text())]
 
-        def renewed(m, came=iter(came)):
+        def renewed(m, came=iter(came)):  # noqa: B008
             got = next(came)
             if m[3] is None or agrees(m[3], got, platform_tag()):
                 return m[0]

@@ -1,4 +1,8 @@
-"""Configuration of all tests: slow and GPU tests are skipped with a reason, generated cases are the same in every run, and counts are compared with tests/README.md."""
+"""Configuration of all tests.
+
+Slow and GPU tests are skipped with a reason, generated cases are the same in every run, and counts are compared with
+tests/README.md.
+"""
 
 import os
 import re
@@ -46,7 +50,7 @@ def table(
 
 @pytest.fixture
 def count(request):
-    "count(what, n): what a test has counted must be what tests/README.md says; longer runs (--slow) count more, and are not compared."
+    "count(what, n): compare a count with tests/README.md; with --slow the counts are larger and are not compared."
 
     def note(what, n):
         config = request.config

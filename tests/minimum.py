@@ -37,7 +37,11 @@ PARTS = [
     "experiments/test_runs.py",
 ]
 NEEDED = ["--editable", ".[cpu]", "pillow>=10", "pytest>=8", "hypothesis>=6"]
-VERSIONS = "import importlib.metadata as m, platform; print('Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('numpy', 'torch', 'pandas', 'pyarrow', 'scipy', 'scikit-learn', 'safetensors', 'faiss-cpu')), sep='  ')"
+VERSIONS = """
+import importlib.metadata, platform
+packages = "numpy torch pandas pyarrow scipy scikit-learn safetensors faiss-cpu".split()
+print("Python", platform.python_version(), *(f"{p} {importlib.metadata.version(p)}" for p in packages), sep="  ")
+"""
 
 
 def interpreter():

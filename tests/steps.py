@@ -1,4 +1,4 @@
-"""`make quick`, `make test`, `make check`: run the checks of the repository in order, also after one has failed or hung."""
+"""`make quick`, `make test`, `make check`: run the checks of the repository in order, even after one has failed."""
 
 import os
 import shutil

@@ -1,6 +1,8 @@
-"""What `test_fuzz.py` runs in a process of its own: every reader of the library, good files of its kind, and what can be done to them.
+"""Every reader of the library, valid files of its kind, and the ways to damage them, for `test_fuzz.py`.
 
-`python tests/fuzzing.py EXTRA FOLDER READER...` prints a line of JSON before each file (so that a crash has a name) and one behind it."""
+`python tests/library/fuzzing.py EXTRA FOLDER READER...` runs in a process of its own and prints a line of JSON before
+each file, so that a crash can be attributed, and one after it.
+"""
 
 import contextlib
 import io
@@ -427,9 +429,9 @@ def hostile_csv(folder):
 
 # -- the readers -------------------------------------------------------------------------------------------
 
-Reader = namedtuple(
-    "Reader", "make read strict step", defaults=(False, 1)
-)  # make: folder -> names of files; read: folder -> a value; strict: what is accepted has the value of the good files; step: every step-th damage is tried
+Reader = namedtuple("Reader", "make read strict step", defaults=(False, 1))
+# make: folder -> names of files; read: folder -> a value; strict: an accepted file must give the value of the valid one;
+# step: every step-th damage is tried
 READERS = {}
 
 
@@ -1027,7 +1029,7 @@ def restore(folder, before):
             p.rmdir() if before.get(p.relative_to(folder).as_posix(), (0, b""))[1] is not None else None
         elif p.relative_to(folder).as_posix() not in before or p.is_symlink() or not p.is_file():
             p.unlink()
-    for name, (mode, content) in before.items():
+    for name, (_, content) in before.items():
         p = folder / name
         if content is None:
             p.mkdir(exist_ok=True, parents=True)

@@ -1,4 +1,4 @@
-"Every reader under damaged, exchanged and hostile files: refused in one sentence, in seconds, in bounded memory; nothing is unpickled, run or written."
+"Damaged, exchanged and hostile files are refused in one sentence, in seconds and bounded memory; nothing is executed."
 
 import ast
 import json
@@ -49,7 +49,7 @@ def lines(process, silence):
 
 @pytest.fixture(scope="session")
 def told(tmp_path_factory, pytestconfig):
-    "What each reader made of each file: {reader: [dict]}. A process that dies or falls silent is a verdict on the file it was at, and another one takes over."
+    "The outcome of each file: {reader: [dict]}. A process that dies or hangs is replaced; its file counts as a failure."
     left, said = list(READERS), {name: [] for name in READERS}
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     while left:

@@ -1,4 +1,4 @@
-"What is promised for all inputs, and Hypothesis looks for one that breaks it. Packs and splits have theirs in test_data.py, single functions in the file of their module."
+"Properties that hold for all inputs; Hypothesis searches for counterexamples."
 
 import csv
 
@@ -152,7 +152,7 @@ def test_empty_csv_line_is_a_row_only_in_one_column(tmp_path, text, table):
 
 
 def test_splits_do_not_leak(pytestconfig, count):
-    "Classes, then rows: what is put together as the chapters do passes the check; one row moved to where it must not be is found."
+    "A split made from classes, then rows, passes Split.check; one misplaced row is found."
 
     def check(y, seed, share):
         rng = np.random.default_rng(seed)
@@ -198,7 +198,7 @@ def test_folds_leave_every_class_out_once(pytestconfig, count):
 
 
 def test_triplets_are_legal(pytestconfig, count):
-    "From the whole set and inside a batch: the positive is another row of the anchor's class, the negative of another class; who has no partner is left out, nobody else."
+    "The positive is another row of the anchor's class, the negative of another class; only anchors without either are dropped."
 
     def check(y, seed):
         y, gen = torch.from_numpy(y[y >= 0]), torch.Generator().manual_seed(seed)
@@ -217,7 +217,7 @@ def test_triplets_are_legal(pytestconfig, count):
 
 
 def test_neighbours_equal_those_of_a_loop(pytestconfig, count):
-    "Exact search and leave-one-out against distances in float64, with rows that occur twice; label precision and recall follow from them, and do not depend on the order of the gallery."
+    "Exact and leave-one-out search, label precision and recall equal those of float64 distances, in any gallery order."
 
     def check(n, d, k, seed, twins):
         rng = np.random.default_rng(seed)
@@ -281,7 +281,7 @@ def test_intervals_contain_their_mean(pytestconfig, count):
 
 
 def test_selection_respects_max_unseen_loss(pytestconfig, count):
-    "What is chosen never has a bound below the max_unseen_loss; a larger max_unseen_loss never chooses a smaller gain; the order of candidates is nothing."
+    "The chosen bound respects max_unseen_loss; a larger one never lowers the gain; the order of candidates is irrelevant."
 
     def check(seed, max_unseen_loss, gains):
         rng = np.random.default_rng(seed)

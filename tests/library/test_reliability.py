@@ -1,4 +1,4 @@
-"Kills between any two steps on the disk, several processes in one folder, full and closed disks, one and two threads, and the ends of what can be asked for."
+"Kills at any disk operation, several processes in one folder, full and read-only disks, threads, extreme inputs."
 
 import concurrent.futures.thread
 import contextlib
@@ -187,7 +187,7 @@ WORK = {
 @needs_fork
 @pytest.mark.parametrize("name", WORK)
 def test_work_resumes_after_a_kill_at_any_disk_operation(tmp_path, count, pytestconfig, name):
-    "Killed at step 1, 2, 3, ... of a first run, then run again: the result of an unbroken run, and nothing left over. Then killed again and again until it gets through."
+    "Killed at its 1st, 2nd, ... disk operation and run again, the work gives the result of an unbroken run and leaves nothing."
     work, kills = WORK[name], 0
     repository(tmp_path)
     (whole := tmp_path / "whole").mkdir()
@@ -225,7 +225,7 @@ WATCHED = tuple(os.path.dirname(m.__file__) for m in (concurrent.futures, transf
 
 
 def interrupted_at(work, point, folder):
-    "Do the work in a forked child, with ctrl-c after so many lines and returns of thread pools, locks and this library; how it ended (130: interrupted), and how many there were."
+    "Run the work in a forked child with ctrl-c after a number of traced lines; return its exit code and the number of lines."
     if not (pid := os.fork()):
         events = 0
 
@@ -266,7 +266,7 @@ def interrupted_at(work, point, folder):
 @needs_fork
 @pytest.mark.parametrize("name", ["embed", "transform"])
 def test_ctrl_c_at_any_line_ends_the_work(tmp_path, count, pytestconfig, name):
-    "An interruption may find a lock of a thread pool taken: the process must end all the same, and the next one come to the result of an unbroken run."
+    "The process ends even if ctrl-c finds a pool's lock taken, and the next one gives the result of an unbroken run."
     work, landed = WORK[name], 0
     (whole := tmp_path / "whole").mkdir()
     expected = work(whole)
@@ -297,7 +297,7 @@ print("done", flush=True)
 
 
 def test_table_migration_resumes_after_kills(tmp_path, count):
-    "Killed in its first, second and fifth batch; the old column answers all the while, and the new one is that of an unbroken run."
+    "Killed in batches 1, 2 and 5, the old column stays active and the new one equals that of an unbroken run."
     pytest.importorskip("lancedb")
     from ega.lance import active_column, open_table
 
@@ -339,7 +339,7 @@ def test_table_migration_resumes_after_kills(tmp_path, count):
 def forked(*works):
     "Works in processes of their own, all at once; what they could not do is raised here."
     pids = []
-    for i, work in enumerate(works):
+    for work in works:
         told = tempfile.mktemp()
         if not (pid := os.fork()):
             child(work, 0, told)
@@ -580,15 +580,21 @@ x = normalize(np.random.default_rng(0).normal(size=(600, 96))); y = np.arange(60
 for n in (1, 2, 2):
     torch.set_num_threads(n); threadpool_limits(n)
     f = ReleasedEGA(96, hidden=256, gen=torch_generator(streams(0).init))
-    training.train(f, training.batch_triplet_objective(.2), x, y, streams=streams(0), config=training.TrainConfig(epochs=2, batch_size=128), device="cpu")
+    config = training.TrainConfig(epochs=2, batch_size=128)
+    training.train(f, training.batch_triplet_objective(.2), x, y, rngs=spawn_rngs(0), config=config, device="cpu")
     z = transform(f, x, device="cpu")
-    made = {{"train": [p.numpy() for p in f.state_dict().values()], "transform": [z], "wccn": [WCCN().fit(x, y).matrix_], "search": list(knn(x[:300], x[300:], 5)), "leave one out": list(loo_knn(x, 5))}}
+    made = {{"train": [p.numpy() for p in f.state_dict().values()], "transform": [z]}}
+    made |= {{"wccn": [WCCN().fit(x, y).matrix_], "search": list(knn(x[:300], x[300:], 5))}}
+    made |= {{"leave one out": list(loo_knn(x, 5))}}
     print(json.dumps({{k: fingerprint(*v) for k, v in made.items()}} | {{"z": z.ravel()[:999].tolist()}}))
 """
 
 
 def test_results_do_not_depend_on_the_number_of_threads(count):
-    "Same seed, same bits: searches and closed forms, whatever the threads. The product of rows and weights is divided among threads, so sums in float32 come in another order: training and transform agree to rounding. Stored runs and `transform_file` multiply with one thread, so their digits do not hang on this."
+    """Searches and closed forms have the same bits for any number of threads; training and transform agree to rounding.
+
+    Threads divide the product of rows and weights, which changes the order of float32 sums. Stored runs and
+    `transform_file` multiply with one thread, so their digits do not depend on it."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "KMP_BLOCKTIME": "0"}
     done = subprocess.run(
         [sys.executable, "-c", BITS.format(tests=os.path.dirname(__file__))],
@@ -681,7 +687,7 @@ EDGES = tuple(edge_cases())
 
 @pytest.mark.parametrize("name", EDGES)
 def test_extreme_inputs(name):
-    "Every method either gives unit rows or says in one sentence why it cannot; the gate never fails where a method would."
+    "Every method returns unit rows or raises one sentence; the selection never fails where a method would."
     x, y = edge_cases()[name]
     for method, max_unseen_loss in (
         ("auto", 1.0),
