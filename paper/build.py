@@ -1,4 +1,7 @@
-"""Results -> tables, figures, report.pdf. `python paper/build.py --results FOLDER --out FOLDER`; the same results give the same bytes."""
+"""Build the tables, the figures and report.pdf from stored results; the same results give the same bytes.
+
+Usage: python paper/build.py --results FOLDER --out FOLDER
+"""
 
 import argparse
 import json
@@ -16,24 +19,28 @@ NOTEBOOKS = ("01_tables.ipynb", "02_verdicts.ipynb", "03_figures.ipynb")
 @contextmanager
 def environment(
     folder,  # working folder inside the block
-    **values,  # environment variables inside the block
+    **variables,  # environment variables inside the block
 ):
-    "Change folder and environment, and put both back."
-    before, here = {k: os.environ.get(k) for k in values}, os.getcwd()
-    os.environ.update({k: str(v) for k, v in values.items()})
+    "Change the working folder and environment variables, and restore both at the end."
+    saved = {name: os.environ.get(name) for name in variables}
+    saved_folder = os.getcwd()
+    os.environ.update({name: str(value) for name, value in variables.items()})
     os.chdir(folder)
     try:
         yield
     finally:
-        os.chdir(here)
-        for k, v in before.items():
-            os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v)
+        os.chdir(saved_folder)
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def run_notebook(
     path,  # a notebook of plain Python, no magics
-):  # the names its cells defined
-    "Execute the code cells in one namespace; the notebook file is not touched."
+):  # dict of the names that its cells defined
+    "Execute the code cells of a notebook in one namespace; the notebook file is not changed."
     names = {"__name__": "__main__"}
     for i, cell in enumerate(json.loads(path.read_text())["cells"]):
         if cell["cell_type"] == "code":
@@ -44,21 +51,21 @@ def run_notebook(
 def compile_report(
     out,  # folder with report.typ, refs.bib, tables/, figures/
 ):  # path of the PDF
-    "Typeset the report with typst's own fonts."
+    "Typeset the report with the fonts that come with typst."
     import typst
 
     from ega.files import atomic_write
 
-    with atomic_write(out / "report.pdf") as t:
-        t.write_bytes(typst.compile(str(out / "report.typ"), ignore_system_fonts=True))
+    with atomic_write(out / "report.pdf") as temporary:
+        temporary.write_bytes(typst.compile(str(out / "report.typ"), ignore_system_fonts=True))
     return out / "report.pdf"
 
 
 def build(
     results=ROOT / "data/results",  # folder of stored experiments; may be empty
-    out=PAPER,  # where tables, figures and report.pdf go
+    out=PAPER,  # where tables, figures and report.pdf are written
 ):  # path of the PDF
-    "Make every table, every figure and the report."
+    "Build all tables, all figures and the report."
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +85,7 @@ def build(
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    command = argparse.ArgumentParser(description="Make every table, every figure and report.pdf from stored results.")
+    command = argparse.ArgumentParser(description="Build all tables, all figures and report.pdf from stored results.")
     command.add_argument(
         "--results",
         type=Path,
@@ -86,6 +93,6 @@ if __name__ == "__main__":
         help="folder of stored experiments (default: data/results)",
     )
     command.add_argument(
-        "--out", type=Path, default=PAPER, help="where tables, figures and report.pdf go (default: paper)"
+        "--out", type=Path, default=PAPER, help="where tables, figures and report.pdf are written (default: paper)"
     )
     build(**vars(command.parse_args()))

@@ -1,4 +1,4 @@
-"The paper: numbers of the paper as printed, ours as stored, the same bytes twice, a sentence where results are missing."
+"Build of the report: published numbers as printed, ours as stored, the same bytes twice, text for missing results."
 
 import json
 import re
@@ -19,6 +19,7 @@ from ega.arrays import InputError
 from ega.experiments import grids, protocols, runs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "nbs/paper"
 sys.path.insert(0, str(ROOT / "paper"))
 import build as paper
 
@@ -97,14 +98,11 @@ def built(stored, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    "What tables and verdicts define when there are no results."
+    "The names that 01_tables and 02_verdicts define when there are no results."
     out = tmp_path_factory.mktemp("bare")
-    with paper.environment(ROOT / "nbs", EGA_RESULTS=out / "none", EGA_PAPER=out):
-        return {
-            k: v
-            for name in ("40_tables", "40_verdicts")
-            for k, v in paper.run_notebook(ROOT / f"nbs/{name}.ipynb").items()
-        }
+    with paper.environment(PAGES, EGA_RESULTS=out / "none", EGA_PAPER=out):
+        tables_page = paper.run_notebook(PAGES / "01_tables.ipynb")
+        return tables_page | paper.run_notebook(PAGES / "02_verdicts.ipynb")
 
 
 def content(folder):
@@ -131,7 +129,7 @@ def test_published_numbers_are_copied_as_printed(built, name, artefact):
     assert (csv[["lp", "ar"]] != "").sum().sum() == len(want)
 
 
-def test_published_numbers_stand_in_the_row_of_their_method(built):
+def test_published_numbers_are_in_the_row_of_their_method(built):
     t = table(built / "tables/unseen.md")
     lp = PUBLISHED[(PUBLISHED["artefact"] == "tab:ood_summary") & (PUBLISHED["metric"] == "LP")]
     for r in lp.itertuples():
@@ -139,10 +137,10 @@ def test_published_numbers_stand_in_the_row_of_their_method(built):
         assert cell == r.value + (f" ± {r.std}" if r.std else "")
     assert t.loc[t["the paper's name"] == "EGA", "method"].tolist() == [
         "EGA (released)"
-    ]  # the form the published tables were made with
+    ]  # the published tables were made with this form
 
 
-def test_leaks_are_marked(built):
+def test_training_on_queries_is_marked(built):
     t = table(built / "tables/in_distribution.md").set_index("the paper's name")
     assert (
         t.loc["ICon", "paper: CIFAR-100"].endswith("†")
@@ -152,7 +150,7 @@ def test_leaks_are_marked(built):
 
 
 @pytest.mark.parametrize("name", ["unseen", "in_distribution", "unseen_recall"])
-def test_ours_and_the_papers_never_share_a_column(built, name):
+def test_our_and_published_numbers_share_no_column(built, name):
     ours, theirs = (
         {c.split(": ")[1] for c in table(built / f"tables/{name}.md") if c.startswith(w)} for w in ("ours: ", "paper: ")
     )
@@ -161,7 +159,7 @@ def test_ours_and_the_papers_never_share_a_column(built, name):
     assert theirs <= set(PUBLISHED["dataset"])
 
 
-def test_our_numbers_are_the_stored_outcomes(built, stored):
+def test_our_numbers_equal_stored_outcomes(built, stored):
     t = pd.read_csv(built / "tables/unseen.csv").set_index(["benchmark", "method"])
     rows = stored[1]["unseen"].query("query_set == 'unseen'").set_index(["benchmark", "method"])["lp_at_1"] * 100
     for (b, m), v in rows.items():
@@ -175,14 +173,14 @@ def test_our_numbers_are_the_stored_outcomes(built, stored):
         ] == pytest.approx(change[m].min(), abs=1e-3)
 
 
-def test_results_say_where_they_come_from(built):
+def test_sources_json_describes_stored_runs(built):
     source = json.loads((built / "tables/sources.json").read_text())["source"]
     assert [source[e]["profile"] for e in ("unseen", "in_distribution")] == ["quick", "quick"]
     assert [(source[e]["hidden"], source[e]["epochs"]) for e in ("unseen", "long")] == [("512", "10"), ("2048", "150")]
     assert source["unseen"]["queries"] == SIZE * 2 * 5 and source["unseen"]["runs"] == 13 * 5
 
 
-def test_an_unfinished_grid_is_called_so(stored):
+def test_profile_name_of_unfinished_grid(stored):
     rows = stored[1]["unseen"].assign(experiment="unseen")
     assert tables.profile_name(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
 
@@ -198,7 +196,7 @@ def test_ranking_compares_trained_methods_only(built):
     )
 
 
-def test_titles_are_counts_over_intervals(built):
+def test_figure_titles_count_intervals(built):
     figures, t = (
         json.loads((built / "figures/figures.json").read_text()),
         pd.read_csv(built / "tables/unseen.csv").query("benchmark == 'mean' and method != 'frozen'"),
@@ -206,7 +204,7 @@ def test_titles_are_counts_over_intervals(built):
     up, down = int((t["diff_low"] > 0).sum()), int((t["diff_high"] < 0).sum())
     assert (
         figures["unseen"]["title"]
-        == f"Unseen classes, 12 adapters on average: {up} above frozen, {down} below, {12 - up - down} undecided"
+        == f"Mean change on unseen classes: {up} of 12 adapters above frozen, {down} below, {12 - up - down} undecided"
         and up
         and down
     )
@@ -216,11 +214,11 @@ def test_titles_are_counts_over_intervals(built):
     gain = seen.index[seen["diff_low"] > 0]
     lose = t.set_index("method").loc[gain, "diff_high"] < 0
     assert figures["plane"]["title"].startswith(
-        f"{len(gain)} of 12 adapters gain on seen classes; {int(lose.sum())} of these lose"
+        f"{len(gain)} of 12 adapters gain on seen classes; {int(lose.sum())} of these lose on unseen classes"
     )
 
 
-def test_figures_are_vectors_with_real_fonts_and_no_date(built):
+def test_figures_embed_fonts_and_have_no_date(built):
     for name in ("plane", "unseen", "mechanism"):
         pdf = (built / f"figures/{name}.pdf").read_bytes()
         assert b"CreationDate" not in pdf and b"/Type3" not in pdf and b"/FontFile2" in pdf
@@ -228,12 +226,12 @@ def test_figures_are_vectors_with_real_fonts_and_no_date(built):
     assert (built / "report.pdf").read_bytes()[:5] == b"%PDF-"
 
 
-def test_same_results_same_bytes_and_nothing_stale(stored, built, tmp_path):
+def test_build_is_reproducible_and_deletes_stale_output(stored, built, tmp_path):
     first = content(built)
     again = tmp_path / "again"
     paper.build(stored[0], again)
     assert content(again) == first
-    paper.build(tmp_path / "nothing", again)  # the results are gone: so are their tables and figures
+    paper.build(tmp_path / "nothing", again)  # without results their tables and figures are deleted
     left = content(again)
     assert not [
         f
@@ -252,8 +250,9 @@ def test_same_results_same_bytes_and_nothing_stale(stored, built, tmp_path):
     ) == {"speed"}
 
 
-def test_the_command_leaves_notebooks_and_sources_alone(tmp_path):
-    sources = [*(ROOT / "nbs").glob("4*.ipynb"), ROOT / "paper/report.typ"]
+def test_command_does_not_change_notebooks_or_report_source(tmp_path):
+    sources = [*PAGES.glob("*.ipynb"), ROOT / "paper/report.typ"]
+    assert len(sources) == 5
     before = [p.read_bytes() for p in sources]
     done = subprocess.run(
         [
@@ -272,7 +271,7 @@ def test_the_command_leaves_notebooks_and_sources_alone(tmp_path):
     assert (tmp_path / "out/report.pdf").exists() and [p.read_bytes() for p in sources] == before
 
 
-def test_rows_of_different_indexes_are_refused(tmp_path):
+def test_runs_with_different_indexes_raise(tmp_path):
     def other_index(f):
         f.loc[f["method"] == "ega_paper", "nlist"] = 50
         return f
@@ -283,19 +282,19 @@ def test_rows_of_different_indexes_are_refused(tmp_path):
         paper.build(tmp_path / "r", tmp_path / "out")
 
 
-def test_verdicts_and_figures_refuse_tables_of_other_results(stored, built, tmp_path):
+def test_tables_of_other_results_raise(stored, built, tmp_path):
     for folder in (tmp_path / "empty", built):
         some = stored[1]["unseen"].query("method in ('frozen', 'ega_paper')")
         grids.ResultStore(tmp_path / "r", "unseen").write(some)
-        for name in ("40_verdicts", "41_figures"):
+        for name in ("02_verdicts", "03_figures"):
             with (
-                paper.environment(ROOT / "nbs", EGA_RESULTS=tmp_path / "r", EGA_PAPER=folder),
-                pytest.raises(InputError, match="run 40_tables first"),
+                paper.environment(PAGES, EGA_RESULTS=tmp_path / "r", EGA_PAPER=folder),
+                pytest.raises(InputError, match="tables"),
             ):
-                paper.run_notebook(ROOT / f"nbs/{name}.ipynb")
+                paper.run_notebook(PAGES / f"{name}.ipynb")
 
 
-def test_one_benchmark_and_few_methods_are_enough(tmp_path):
+def test_build_with_one_benchmark_and_few_methods(tmp_path):
     store(
         tmp_path / "r",
         "unseen",
@@ -316,35 +315,35 @@ def changes(**by_method):
     return pd.DataFrame(rows)
 
 
-def test_verdicts_follow_their_rules(names):
-    ega = dict(ega=(1, 2), ega_released=(1, 2))
+def test_verdict_rules(names):
+    ega = dict(ega_paper=(1, 2), ega_released=(1, 2))
     assert names["claim_preserves"](changes(**ega))[0] == "held"
-    assert names["claim_preserves"](changes(ega=(-1, 1), ega_released=(-1, 1)))[0] == "held"
-    assert names["claim_preserves"](changes(ega=(-3, -2), ega_released=(-3, -2)))[0] == "did not hold"
-    assert names["claim_preserves"](changes(ega=(1, 2), ega_released=(-3, -2)))[0] == "in part"
+    assert names["claim_preserves"](changes(ega_paper=(-1, 1), ega_released=(-1, 1)))[0] == "held"
+    assert names["claim_preserves"](changes(ega_paper=(-3, -2), ega_released=(-3, -2)))[0] == "did not hold"
+    assert names["claim_preserves"](changes(ega_paper=(1, 2), ega_released=(-3, -2)))[0] == "undecided"
     assert (
         names["claim_in_distribution"](changes(**ega))[0] == "held"
-        and names["claim_in_distribution"](changes(ega=(-1, 1), ega_released=(-1, 1)))[0] == "did not hold"
+        and names["claim_in_distribution"](changes(ega_paper=(-1, 1), ega_released=(-1, 1)))[0] == "did not hold"
     )
     rest = dict(icon_self_included=(-6, -5), nca_half_repulsion=(-6, -5), supcon=(-6, -5))
     assert names["claim_local"](changes(ega_released=(-4, -3), **rest))[0] == "held"
-    assert names["claim_local"](changes(ega_released=(-5.5, -4), **rest))[0] == "in part"  # intervals overlap
+    assert names["claim_local"](changes(ega_released=(-5.5, -4), **rest))[0] == "undecided"  # intervals overlap
     assert names["claim_local"](changes(ega_released=(-8, -7), **rest))[0] == "did not hold"
     pair = dict(ega_preserve=(0, 1), supcon_preserve=(0, 1), supcon=(-3, -2))
     assert (
         names["claim_preserve"](changes(ega_released=(-3, -2), **pair))[0] == "held"
-        and names["claim_preserve"](changes(ega_released=(-3, 0.5), **pair))[0] == "in part"
+        and names["claim_preserve"](changes(ega_released=(-3, 0.5), **pair))[0] == "undecided"
     )
 
 
-def test_sparsity_claim_needs_a_negative_slope(names):
-    t = changes(ega=(0, 0), ega_released=(0, 0), lora_triplet=(0, 0))
+def test_sparsity_claim_needs_negative_correlation(names):
+    t = changes(ega_paper=(0, 0), ega_released=(0, 0), lora_triplet=(0, 0))
     for sign, verdict in ((-1, "held"), (1, "did not hold")):
         assert names["claim_sparsity"](t.assign(rho=np.arange(len(t)), diff=sign * np.arange(len(t))))[0] == verdict
     assert names["claim_sparsity"](t.assign(rho=np.nan))[0] == "not tested"
 
 
-def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
+def test_speed_is_median_ratio_within_rounds(names, tmp_path):
     from ega.experiments.benchmarks import COLUMNS
 
     times = {"slow": (4.0, 6.0, 8.0), "ega": (1.0, 2.0, 2.0), "floor": (0.5, 1.0, 1.0)}
@@ -367,7 +366,7 @@ def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
     ]
     about = dict(cpu="c", cores=2, memory_gb=1.0, machine="m", ega="0", date="d")
     pd.DataFrame(rows).reindex(columns=COLUMNS).assign(**about).to_parquet(tmp_path / "speed.parquet")
-    t, machine = names["speed_of"](tmp_path / "speed.parquet")
+    t, machine = names["speed_table"](tmp_path / "speed.parquet")
     ega = t.set_index("contender").loc["ega"]
     assert ega.speed == 4 and ega.over_floor == 2 and ega.low == 3.5 and ega.high == 4 and machine == about
     assert names["speed_row"](ega.rename(None).to_frame().T.assign(contender="ega").iloc[0])[1:4] == [
@@ -375,12 +374,12 @@ def test_speed_is_the_ratio_of_times_inside_a_round(names, tmp_path):
         "4.00 [3.50, 4.00]",
         "2.00",
     ]
-    assert names["speed_of"](tmp_path / "none.parquet") == (None, None)
+    assert names["speed_table"](tmp_path / "none.parquet") == (None, None)
 
 
-def test_rivals_and_margins_are_read_from_their_runs(names, tmp_path):
+def test_rival_changes_and_margin_correlation(names, tmp_path):
     rows = store(tmp_path, "rivals", list(grids.GRIDS["full"]["rivals"].configs()))
-    t = names["rivals_of"](rows).set_index("method")
+    t = names["rival_changes"](rows).set_index("method")
     wide = rows[rows["query_set"] == "unseen"].pivot(index="method", columns="benchmark", values="lp_at_1")
     change = 100 * (wide - wide.loc["frozen"])
     assert set(t.index) == set(methods.BASELINES) and all(
@@ -397,10 +396,10 @@ def test_rivals_and_margins_are_read_from_their_runs(names, tmp_path):
             "lp_at_1": [0.9, 0.8, 0.7, 1.0],
         }
     )
-    assert names["margin_relation"](made) == {"cub100": -1.0}
+    assert names["margin_correlation"](made) == {"cub100": -1.0}
 
 
-def test_budgets_read_the_chosen_mixture(names, stored):
+def test_budgets_use_the_chosen_strength(names, stored):
     grid = stored[1]["unseen"]
     two = grid[grid["benchmark"].isin(["cub100", "clinc150"])]
     whole = two[two["method"] == "wccn"].assign(method="wccn shrinkage=0.3", strength=1.0)
@@ -418,7 +417,7 @@ def test_budgets_read_the_chosen_mixture(names, stored):
     assert other.unseen < other.unseen_once - 1
 
 
-def test_the_nine_tables_hold_the_paper_as_printed_and_ours_as_stored(built, names):
+def test_nine_tables_have_published_and_stored_numbers(built, names):
     for name in names["COUNTERPARTS"]:
         csv = pd.read_csv(built / f"tables/{name}.csv", dtype=str, keep_default_na=False)
         want = PUBLISHED[
@@ -452,7 +451,7 @@ def test_number_formats():
     ) in latex([span(-1, 1, True)], [])
 
 
-def test_the_report_has_no_typed_results():
-    "Results are decimals or have thousands; whatever has neither a unit of length nor a place in tables/ was typed."
+def test_report_source_contains_no_typed_results():
+    "A decimal or a number with thousands that is not a length must come from tables/, not from the source."
     text = (ROOT / "paper/report.typ").read_text().replace("[0.0]", "")  # how `points` writes zero
     assert re.findall(r"(?<![\d.])\d+\.\d+(?!\d|pt|em|in|fr|%)|\d,\d{3}", text) == []
