@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RNG_NAMES', 'InputError', 'import_optional', 'check_positive_int', 'check_embeddings', 'normalize', 'check_unit_norm',
-           'check_labels', 'encode_labels', 'rows_by_class', 'encode_partial_labels', 'check_and_normalize', 'Rngs',
-           'spawn_rngs', 'torch_generator', 'pick_device', 'usable_cores', 'peak_memory_mb', 'defer_sigint']
+           'check_labels', 'encode_labels', 'rows_by_class', 'encode_labels_with_missing', 'check_and_normalize',
+           'Rngs', 'spawn_rngs', 'torch_generator', 'pick_device', 'usable_cores', 'peak_memory_mb', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -207,7 +207,7 @@ def rows_by_class(
     return np.split(order, np.flatnonzero(np.diff(y[order])) + 1)
 
 # %% ../nbs/library/01_arrays.ipynb #encode-partial-labels
-def encode_partial_labels(
+def encode_labels_with_missing(
     y: Any,  # (n,) integers (-1: unlabelled) or strings ("" or None: unlabelled)
     n: int,  # required number of labels
 ) -> tuple[np.ndarray, np.ndarray]:  # (n,) int64 labels 0..C-1 or -1; (C,) classes in ascending order

@@ -42,7 +42,7 @@ def _info(args):
 def _embed(args):
     "Encode images or texts and write a pack."
     from ega.arrays import InputError
-    from ega.datasets import open_dataset, open_source
+    from ega.datasets import open_dataset, open_input_source
     from ega.embed import embed
     from ega.encoders import load_encoder
 
@@ -61,7 +61,7 @@ def _embed(args):
             download=not args.no_download,
         )
     else:
-        source = open_source(args.source)
+        source = open_input_source(args.source)
     encoder = load_encoder(args.encoder, weights=args.weights, device=args.device, precision=args.precision)
     result = embed(
         source,
@@ -170,7 +170,7 @@ def _evaluate(args):
 # %% ../nbs/library/28_cli.ipynb #report
 def _report(args):
     "Write the report of an adapter and print its summary."
-    from ega.datasets import open_source
+    from ega.datasets import open_input_source
     from ega.estimator import EmbeddingAdapter
     from ega.report import summary_sentence, write_report
 
@@ -180,7 +180,7 @@ def _report(args):
         x,
         y,
         args.out,
-        source=open_source(args.show) if args.show else None,
+        source=open_input_source(args.show) if args.show else None,
         random_state=args.seed,
     )
     if args.json:

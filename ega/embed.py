@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import InputError, defer_sigint
-from .datasets import Source, open_source
+from .datasets import Source, open_input_source
 from .encoders import Encoder, load_encoder
 from .files import atomic_write, read_json, read_npz
-from .packs import EmbeddingSet, pack_path, write_pack
+from .packs import EmbeddingSet, path_of_pack, write_pack
 
 # %% ../nbs/library/08_embed.ipynb #prepare-input
 class UnreadableInput(NamedTuple):
@@ -377,14 +377,14 @@ def embed(
     ('texts__letters.parquet', 2, {})
     """
     if isinstance(source, (str, Path)):
-        source = open_source(source)
+        source = open_input_source(source)
     if isinstance(encoder, (str, Path)):
         encoder = load_encoder(encoder)
     if batch_size is None:
         device = getattr(encoder, "device", None)
         batch_size = 256 if getattr(device, "type", "cpu") == "cuda" else 16
     _check_arguments(source, encoder, shard_rows, batch_size, on_error)
-    path = Path(out) if str(out).endswith(".parquet") else pack_path(source.name, encoder.name, out)
+    path = Path(out) if str(out).endswith(".parquet") else path_of_pack(source.name, encoder.name, out)
     folder = _open_shard_folder(path, _make_plan(source, encoder, shard_rows, batch_size), overwrite)
     found = _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress)
     shards = [_check_shard(shard, source, on_error) for shard in found]

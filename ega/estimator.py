@@ -29,7 +29,7 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from .arrays import InputError, check_and_normalize, encode_partial_labels, import_optional
+from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
 from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
@@ -556,7 +556,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         """
         x = check_and_normalize(X)
         _check_columns(self, X, reset=True)
-        labels, classes = encode_partial_labels(y, len(x))
+        labels, classes = encode_labels_with_missing(y, len(x))
         self.classes_ = classes
         self.n_features_in_ = self._n_features_out = x.shape[1]
         self.selection_ = _select(self, x, labels)

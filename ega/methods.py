@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Method', 'MAIN_METHODS', 'BASELINES', 'RECOMMENDED', 'ABLATIONS', 'METHODS', 'DEFAULT_EPOCHS', 'FittedMethod',
-           'AdapterConfig', 'LossConfig', 'MethodConfig', 'parse_config', 'is_trained', 'build_method_config',
-           'build_adapter', 'build_objective', 'fit_init_transform', 'fit_method', 'fit_adapter']
+           'AdapterConfig', 'LossConfig', 'MethodConfig', 'parse_config', 'uses_gradient_training',
+           'build_method_config', 'build_adapter', 'build_objective', 'fit_closed_form_start', 'fit_method',
+           'fit_adapter']
 
 # %% ../nbs/library/17_methods.ipynb #methods-import-cell
 import json
@@ -23,14 +24,14 @@ from .adapters import AblatedEGA, LinearAdapter, LoRAAdapter, PaperEGA, Released
 from .arrays import InputError, pick_device, spawn_rngs, torch_generator
 from .closed_form import WCCN, LDAMap, LinearMap, LogitMap, PCAMap, ValidatedWCCN
 from .files import READ_ERRORS, short_error
-from .metrics import negative_cosine_std
+from .metrics import cosine_std_of_negative_pairs
 from .sparsity import class_index
 from ega.training import (
     Objective,
     TrainConfig,
-    added_field,
     batch_triplet_objective,
     dataset_triplet_objective,
+    field_omitted_at_default,
     pairwise_objective,
     proxy_objective,
     train,
@@ -43,7 +44,7 @@ class AdapterConfig:
     "The adapter and the closed form in front of it."
 
     kind: str = "identity"  # which adapter `build_adapter` builds; "identity": none
-    init_transform: str = "raw"  # which closed form `fit_init_transform` fits first; "raw": none
+    init_transform: str = "raw"  # which closed form `fit_closed_form_start` fits first; "raw": none
     shrinkage: float | None = None  # of the closed form, 0 to 1
     hidden: int | None = None  # units of an MLP
     rank: int | None = None  # of LoRA
@@ -59,7 +60,7 @@ class LossConfig:
     tau: float | None = None  # temperature; None: the standard deviation of the cosines of negative pairs, at least .01
     sampler: str | None = None  # of triplet: "batch" or "dataset", where positives and negatives come from
     lam: float = 0.0  # weight of the displacement penalty
-    self_positive: bool = added_field(False)  # sampler "dataset": may an anchor be its own positive?
+    self_positive: bool = field_omitted_at_default(False)  # sampler "dataset": may an anchor be its own positive?
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ ABLATIONS = {
 METHODS = MAIN_METHODS | BASELINES | ABLATIONS | RECOMMENDED
 
 # %% ../nbs/library/17_methods.ipynb #is-trained
-def is_trained(
+def uses_gradient_training(
     method: str,  # a key of METHODS, possibly followed by settings: "wccn", "ega_released margin=0.1"
 ) -> bool:
     "Whether a method is trained by gradient descent; the frozen embeddings, closed forms and the probe are not."
@@ -235,7 +236,9 @@ def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
     "The configured temperature, or the standard deviation of the cosines of negative pairs, at least .01."
     if config.tau is not None:
         return config.tau
-    return max(negative_cosine_std(x, y, np.random.default_rng(0)), 0.01)  # it is 0 for classes at equal angles
+    return max(
+        cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)), 0.01
+    )  # it is 0 for classes at equal angles
 
 
 def build_objective(
@@ -267,7 +270,7 @@ def build_objective(
     return with_displacement_penalty(objective, config.lam) if config.lam else objective
 
 # %% ../nbs/library/17_methods.ipynb #geometry-of
-def fit_init_transform(
+def fit_closed_form_start(
     config: AdapterConfig,
     x: np.ndarray,  # (n, d) embeddings
     y: np.ndarray,  # (n,) labels
@@ -297,7 +300,7 @@ def fit_method(
     device: torch.device | str | None = None,  # None: CUDA when there is one
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
-    init_transform = fit_init_transform(config.adapter, x, y)
+    init_transform = fit_closed_form_start(config.adapter, x, y)
     if config.loss is None or config.train is None:
         return FittedMethod(init_transform, None, None)
     rngs, device = spawn_rngs(config.seed), pick_device(device)

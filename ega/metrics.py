@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lp_at_k', 'ar_at_k', 'loo_lp_at_k', 'displacement', 'PairStats', 'pair_separation', 'pair_distances',
-           'negative_cosine_std', 'pair_stats']
+           'cosine_std_of_negative_pairs', 'pair_stats']
 
 # %% ../nbs/library/13_metrics.ipynb #ab5e0e57
 from typing import NamedTuple
@@ -216,12 +216,12 @@ def pair_distances(
     x: np.ndarray,  # (n, d) unit rows
     y: np.ndarray,  # (n,) int labels; -1 rows are ignored
     rng: np.random.Generator,
-    pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
+    n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
 ) -> tuple[np.ndarray, np.ndarray]:  # (pairs,) distances of positive pairs, of negative pairs
     "Distances of random same-class and other-class pairs; classes are drawn uniformly."
     x = check_unit_norm(check_embeddings(x))
     y = check_labels(y, len(x), min_classes=2)
-    positive, negative = _draw_pairs(y, rng, pairs)
+    positive, negative = _draw_pairs(y, rng, n_pairs)
     return _distances(x, positive), _distances(x, negative)
 
 
@@ -231,7 +231,7 @@ def _distances(x, pairs):
     return np.linalg.norm(x[a] - x[b], axis=1)
 
 
-def negative_cosine_std(
+def cosine_std_of_negative_pairs(
     x: np.ndarray,  # (n, d) unit rows
     y: np.ndarray,  # (n,) int labels; -1 rows are ignored
     rng: np.random.Generator,
@@ -246,10 +246,10 @@ def pair_stats(
     x: np.ndarray,  # (n, d) unit rows
     y: np.ndarray,  # (n,) int labels; -1 rows are ignored
     rng: np.random.Generator,
-    pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
+    n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
 ) -> PairStats:  # auc, mean distances d_pos and d_neg, overlap
     "Separation of random same-class from other-class pairs."
-    return pair_separation(*pair_distances(x, y, rng, pairs))
+    return pair_separation(*pair_distances(x, y, rng, n_pairs))
 
 # %% ../nbs/library/13_metrics.ipynb #pairs
 def _draw_pairs(y, rng, pairs):

@@ -26,7 +26,7 @@ from .arrays import InputError, check_embeddings, check_labels, check_positive_i
 from .evaluation import label_hits, rows_with_classmate
 from .methods import MethodConfig, build_method_config, fit_adapter
 from .packs import row_split
-from .statistics import cluster_bootstrap
+from .statistics import cluster_bootstrap_means
 
 # %% ../nbs/library/21_selection.ipynb #candidate-of
 CANDIDATES = ("wccn", "whitened_nca")
@@ -164,7 +164,7 @@ MIN_CLASSES = 10  # with fewer, a bootstrap over classes estimates nothing
 
 def _summarize_changes(changes, classes, confidence, rng, n_boot):
     "Mean, 95 % interval and lower bounds, in points, of each column of changes (n, m): DataFrame (m, 5)."
-    draws = 100 * cluster_bootstrap(changes, classes, rng, n_boot=n_boot)  # (n_boot, m)
+    draws = 100 * cluster_bootstrap_means(changes, classes, rng, n_boot=n_boot)  # (n_boot, m)
     mean = 100 * changes.mean(0)
     low, high, bound = np.quantile(draws, [0.025, 0.975, 1 - confidence], axis=0)
     spread = draws.std(0)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LossOutput', 'PROXY_LR_MULTIPLIER', 'Objective', 'pairwise_objective', 'batch_triplet_objective',
-           'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'added_field', 'config_to_dict',
-           'TrainConfig', 'lr_factor', 'TrainHistory', 'save_checkpoint', 'load_checkpoint', 'train', 'train_many']
+           'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'field_omitted_at_default',
+           'config_to_dict', 'TrainConfig', 'lr_factor', 'TrainHistory', 'save_checkpoint', 'load_checkpoint', 'train',
+           'train_many']
 
 # %% ../nbs/library/16_training.ipynb #b180ea7d
 import copy
@@ -36,11 +37,11 @@ from .files import READ_ERRORS, atomic_write, hash_arrays, short_error
 from .losses import displacement_penalty, triplet_violations
 from ega.sparsity import (
     ClassIndex,
+    batch_triplets_from_numbers,
     class_index,
-    draw_batch_uniforms,
-    draw_dataset_uniforms,
-    sample_batch_triplets,
-    sample_dataset_triplets,
+    dataset_triplets_from_numbers,
+    random_numbers_for_batch_triplets,
+    random_numbers_for_dataset_triplets,
 )
 
 # %% ../nbs/library/16_training.ipynb #objective
@@ -110,11 +111,11 @@ def batch_triplet_objective(
     "Objective of the triplet loss with positives and negatives from the mini-batch."
 
     def step(forward, x, y, rows, uniforms):
-        triplets, valid = sample_batch_triplets(y[rows], uniforms)
+        triplets, valid = batch_triplets_from_numbers(y[rows], uniforms)
         z = forward(rows)  # (B, d)
         return LossOutput(*_mean_hinge(z, z[triplets.p], z[triplets.n], valid, margin), z)
 
-    return Objective(step, draw_batch_uniforms)
+    return Objective(step, random_numbers_for_batch_triplets)
 
 # %% ../nbs/library/16_training.ipynb #whole-set
 def dataset_triplet_objective(
@@ -130,11 +131,11 @@ def dataset_triplet_objective(
         )
 
     def step(forward, x, y, rows, uniforms):
-        triplets, valid = sample_dataset_triplets(index, rows, uniforms, self_positive=self_positive)
+        triplets, valid = dataset_triplets_from_numbers(index, rows, uniforms, self_positive=self_positive)
         a, p, n = forward(torch.cat(triplets), has_repeats=True).chunk(3)
         return LossOutput(*_mean_hinge(a, p, n, valid, margin), a)
 
-    return Objective(step, draw_dataset_uniforms)
+    return Objective(step, random_numbers_for_dataset_triplets)
 
 # %% ../nbs/library/16_training.ipynb #proxied
 def proxy_objective(
@@ -166,7 +167,7 @@ def with_displacement_penalty(
     return Objective(step, objective.draw, objective.parameters)
 
 # %% ../nbs/library/16_training.ipynb #later
-def added_field(
+def field_omitted_at_default(
     default: Any,  # the value that configurations stored before the field existed stand for
 ) -> Any:  # dataclass field
     "A field added to a configuration after runs were stored; `config_to_dict` omits it while it has its default."
@@ -195,7 +196,9 @@ class TrainConfig:
     batch_size: int = 256  # anchors a step
     lr: float = 1e-4  # of AdamW
     weight_decay: float = 1e-4
-    schedule: str = added_field("cosine")  # of the learning rate, one step an epoch: "cosine" to 0, or "constant"
+    schedule: str = field_omitted_at_default(
+        "cosine"
+    )  # of the learning rate, one step an epoch: "cosine" to 0, or "constant"
 
     def __post_init__(self):
         check_positive_int(self.epochs, "TrainConfig.epochs")

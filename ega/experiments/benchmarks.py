@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['BenchmarkData', 'GROUPS', 'COLUMNS', 'make_clusters', 'torch_released_ega', 'benchmark_data', 'training_loop_job',
-           'ItemTriplets', 'per_item_loss', 'whole_set_loss', 'torch_per_item', 'torch_whole_set', 'ega_whole_set',
-           'ega_in_batch', 'count_loop', 'floor_whole_set', 'sparse_floor_whole_set', 'floor_in_batch',
-           'sparse_floor_in_batch', 'torch_in_batch', 'pml_one', 'pml_all', 'pml_trainer', 'st_whole_set',
-           'st_in_batch', 'torch_supcon', 'pml_supcon', 'ega_supcon', 'floor_supcon', 'margin_for', 'torch_at_rho',
-           'ega_at_rho', 'faiss_exact', 'ega_exact', 'faiss_loo', 'ega_loo', 'faiss_anew', 'faiss_once', 'ega_sweep',
-           'torch_transform', 'ega_transform', 'floor_transform', 'encoder_alone', 'extraction_in_turn', 'ega_embed',
-           'start_python', 'start_ega', 'start_ega_help', 'start_torch', 'describe_machine', 'run_benchmarks',
-           'write_results']
+           'PerItemTripletDataset', 'three_pass_triplet_loss', 'one_pass_dataset_triplet_loss',
+           'torch_dataloader_dataset_triplets', 'torch_dataset_triplets', 'ega_dataset_triplets', 'ega_batch_triplets',
+           'count_rows_per_step', 'floor_dataset_triplets', 'sparse_floor_dataset_triplets', 'floor_batch_triplets',
+           'sparse_floor_batch_triplets', 'torch_batch_triplets', 'pml_one_triplet_per_anchor', 'pml_all_triplets',
+           'pml_trainer', 'sentence_transformers_dataset_triplets', 'sentence_transformers_batch_triplets',
+           'torch_supcon', 'pml_supcon', 'ega_supcon', 'floor_supcon', 'margin_for_active_ratio',
+           'torch_at_active_ratio', 'ega_at_active_ratio', 'faiss_exact', 'ega_exact', 'faiss_loo', 'ega_loo',
+           'faiss_index_rebuilt_per_setting', 'faiss_index_built_once', 'ega_sweep', 'torch_transform', 'ega_transform',
+           'floor_transform', 'encoder_alone', 'decode_then_encode', 'ega_embed', 'start_python', 'start_ega',
+           'start_ega_help', 'start_torch', 'describe_machine', 'run_benchmarks', 'write_results']
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #095be58d
 import json
@@ -94,7 +96,7 @@ def benchmark_data(
     torch.manual_seed(0)
     if not path.exists():
         start = BenchmarkData(x, y, {}, {**size, "epochs": 3, "margin": 0.2, "lr": 1e-4})
-        job, current = training_loop_job(start, whole_set_loss(start))
+        job, current = training_loop_job(start, one_pass_dataset_triplet_loss(start))
         job.prepare()
         job.run()
         with atomic_write(path) as temporary:
@@ -138,7 +140,7 @@ def training_loop_job(
     return Job(run, _n_steps(size), prepare), current
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #itemtriplets
-class ItemTriplets:
+class PerItemTripletDataset:
     "A dataset of (anchor, positive, negative) that draws the partners of one row at a time from the whole set."
 
     def __init__(self, x, y):
@@ -165,7 +167,7 @@ class ItemTriplets:
         return self.x[i], self.x[positive], self.x[negative]
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #item-loss
-def per_item_loss(
+def three_pass_triplet_loss(
     start,  # BenchmarkData
 ):  # function of (adapter, (anchors, positives, negatives), gen) -> scalar
     "Triplet loss with three forward passes, over stacked anchors, positives and negatives."
@@ -175,13 +177,13 @@ def per_item_loss(
     return lambda adapter, triplets, gen: criterion(*(adapter(part) for part in triplets))
 
 
-def whole_set_loss(
+def one_pass_dataset_triplet_loss(
     start,  # BenchmarkData
 ):  # function of (adapter, row numbers, gen) -> scalar
     "The same loss for row numbers: the triplets of a batch are drawn at once."
     from ega.sparsity import class_index, random_dataset_triplets
 
-    index, loss = class_index(start.y), per_item_loss(start)
+    index, loss = class_index(start.y), three_pass_triplet_loss(start)
 
     def batch_loss(adapter, rows, gen):
         triplets = random_dataset_triplets(index, rows, gen=gen)
@@ -190,20 +192,20 @@ def whole_set_loss(
     return batch_loss
 
 
-def torch_per_item(size, folder):
+def torch_dataloader_dataset_triplets(size, folder):
     "The released form: a Dataset, a DataLoader and three forward passes."
     from torch.utils.data import DataLoader
 
     start = benchmark_data(size, folder)
-    loader = DataLoader(ItemTriplets(start.x, start.y.numpy()), batch_size=size["batch"], shuffle=True)
-    job, _ = training_loop_job(start, per_item_loss(start), batches=lambda gen: loader, fused=None)
+    loader = DataLoader(PerItemTripletDataset(start.x, start.y.numpy()), batch_size=size["batch"], shuffle=True)
+    job, _ = training_loop_job(start, three_pass_triplet_loss(start), batches=lambda gen: loader, fused=None)
     return job
 
 
-def torch_whole_set(size, folder):
+def torch_dataset_triplets(size, folder):
     "Plain torch with data in memory, triplets from the whole set."
     start = benchmark_data(size, folder)
-    job, _ = training_loop_job(start, whole_set_loss(start))
+    job, _ = training_loop_job(start, one_pass_dataset_triplet_loss(start))
     return job
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #trained
@@ -231,7 +233,7 @@ def _ega_training_job(size, folder, build_objective):
     return Job(run, _n_steps(size), prepare)
 
 
-def ega_whole_set(size, folder):
+def ega_dataset_triplets(size, folder):
     "`ega.training.train`, triplets from the whole set."
     from ega.sparsity import class_index
     from ega.training import dataset_triplet_objective
@@ -241,14 +243,14 @@ def ega_whole_set(size, folder):
     )
 
 
-def ega_in_batch(size, folder):
+def ega_batch_triplets(size, folder):
     "`ega.training.train`, triplets from the batch."
     from ega.training import batch_triplet_objective
 
     return _ega_training_job(size, folder, lambda start: batch_triplet_objective(size["margin"]))
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #counted
-def count_loop(
+def count_rows_per_step(
     start,  # BenchmarkData
     draw,  # function of (rows, gen) -> Triplets of row numbers, and the rows that are forwarded
 ):  # list of (N, M), one a step: distinct rows forwarded, and rows in an active triplet
@@ -307,7 +309,7 @@ def _products(steps, d, hidden, similarities=False):
 def _floor_job(size, folder, build_draw, active_only=False):
     "Job of the matrix products alone, backward over all rows or only over those in an active triplet."
     start = benchmark_data(size, folder)
-    counts = count_loop(start, build_draw(start))
+    counts = count_rows_per_step(start, build_draw(start))
     steps = counts if active_only else [(n, n) for n, _ in counts]
     return Job(_products(steps, size["d"], size["hidden"]), _n_steps(size))
 
@@ -338,27 +340,27 @@ def _in_batch_draw(start):
     return draw
 
 
-def floor_whole_set(size, folder):
+def floor_dataset_triplets(size, folder):
     "The five products over the distinct rows of each step, triplets from the whole set."
     return _floor_job(size, folder, _whole_set_draw)
 
 
-def sparse_floor_whole_set(size, folder):
+def sparse_floor_dataset_triplets(size, folder):
     "The same with backward over the rows in an active triplet only."
     return _floor_job(size, folder, _whole_set_draw, active_only=True)
 
 
-def floor_in_batch(size, folder):
+def floor_batch_triplets(size, folder):
     "The five products over each batch, triplets from the batch."
     return _floor_job(size, folder, _in_batch_draw)
 
 
-def sparse_floor_in_batch(size, folder):
+def sparse_floor_batch_triplets(size, folder):
     "The same with backward over the rows in an active triplet only."
     return _floor_job(size, folder, _in_batch_draw, active_only=True)
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #resident-in-batch
-def torch_in_batch(size, folder):
+def torch_batch_triplets(size, folder):
     "Plain torch with one forward pass a batch, triplets from the batch."
     from torch import nn
 
@@ -373,7 +375,7 @@ def torch_in_batch(size, folder):
     return training_loop_job(start, loss)[0]
 
 
-def pml_one(size, folder):
+def pml_one_triplet_per_anchor(size, folder):
     "pytorch-metric-learning, one triplet an anchor."
     return _pairwise_loss_job(benchmark_data(size, folder), _pml_triplet_loss(size))
 
@@ -391,7 +393,7 @@ def _pml_triplet_loss(size):
     return losses.TripletMarginLoss(margin=size["margin"], triplets_per_anchor=1, reducer=reducers.MeanReducer())
 
 
-def pml_all(size, folder):
+def pml_all_triplets(size, folder):
     "pytorch-metric-learning, miner and loss as documented."
     import_optional("pytorch_metric_learning", "bench")
     from pytorch_metric_learning import losses, miners
@@ -494,7 +496,7 @@ def _st_job(size, folder, columns, loss):
     return Job(lambda: current.trainer.train(), _n_steps(size), prepare)
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #st-whole-set
-def st_whole_set(size, folder):
+def sentence_transformers_dataset_triplets(size, folder):
     "sentence-transformers, TripletLoss on triplets that are drawn before the timing."
     import torch
 
@@ -513,7 +515,7 @@ def st_whole_set(size, folder):
     return _st_job(size, folder, columns, loss)
 
 
-def st_in_batch(size, folder):
+def sentence_transformers_batch_triplets(size, folder):
     "sentence-transformers, all triplets of the batch."
 
     def loss(model):
@@ -565,7 +567,7 @@ def floor_supcon(size, folder):
     return Job(_products(steps, size["d"], size["hidden"], similarities=True), _n_steps(size))
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #margin-for
-def margin_for(
+def margin_for_active_ratio(
     start,  # BenchmarkData
     rho,  # active ratio to reach, 0 to 1
 ):  # margin > 0
@@ -586,18 +588,18 @@ def margin_for(
 def _size_at_rho(size, folder):
     "The size with a margin that gives its active ratio, and a learning rate that keeps it."
     start = benchmark_data({**size, "margin": 0.2}, folder)
-    return {**size, "lr": 1e-7, "margin": margin_for(start, size["rho"])}
+    return {**size, "lr": 1e-7, "margin": margin_for_active_ratio(start, size["rho"])}
 
 
-def torch_at_rho(size, folder):
+def torch_at_active_ratio(size, folder):
     "The dense form at a given active ratio."
-    contender = {"whole set": torch_whole_set, "in batch": torch_in_batch}[size["sampler"]]
+    contender = {"whole set": torch_dataset_triplets, "in batch": torch_batch_triplets}[size["sampler"]]
     return contender(_size_at_rho(size, folder), folder)
 
 
-def ega_at_rho(size, folder):
+def ega_at_active_ratio(size, folder):
     "The sparse form at a given active ratio."
-    contender = {"whole set": ega_whole_set, "in batch": ega_in_batch}[size["sampler"]]
+    contender = {"whole set": ega_dataset_triplets, "in batch": ega_batch_triplets}[size["sampler"]]
     return contender(_size_at_rho(size, folder), folder)
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #gallery
@@ -670,7 +672,7 @@ def _n_answers(size):
     return size["queries"] * len(_KS) * len(_NPROBES)
 
 
-def faiss_anew(size, folder):
+def faiss_index_rebuilt_per_setting(size, folder):
     "A FAISS index and a search for every pair of K and nprobe."
     faiss, (xb, xq) = import_optional("faiss", "cpu"), _gallery(size)
 
@@ -684,7 +686,7 @@ def faiss_anew(size, folder):
     return Job(run, _n_answers(size))
 
 
-def faiss_once(size, folder):
+def faiss_index_built_once(size, folder):
     "One FAISS index, and a search for every pair of K and nprobe."
     faiss, (xb, xq) = import_optional("faiss", "cpu"), _gallery(size)
 
@@ -838,7 +840,7 @@ def encoder_alone(size, folder):
     return Job(run, size["n"])
 
 
-def extraction_in_turn(size, folder):
+def decode_then_encode(size, folder):
     "Decode and encode batch after batch."
     source, encoder = _pictures_and_encoder(size, folder)
 
@@ -923,12 +925,12 @@ GROUPS = {
         reference="per-item loop",
         floor="floor",
         contenders={
-            "per-item loop": torch_per_item,
-            "torch, resident": torch_whole_set,
-            "sentence-transformers": st_whole_set,
-            "ega": ega_whole_set,
-            "floor": floor_whole_set,
-            "floor of the work left": sparse_floor_whole_set,
+            "per-item loop": torch_dataloader_dataset_triplets,
+            "torch, resident": torch_dataset_triplets,
+            "sentence-transformers": sentence_transformers_dataset_triplets,
+            "ega": ega_dataset_triplets,
+            "floor": floor_dataset_triplets,
+            "floor of the work left": sparse_floor_dataset_triplets,
         },
         sizes=(_AIRCRAFT,),
         quick_sizes=(_TINY,),
@@ -939,15 +941,15 @@ GROUPS = {
         reference="per-item loop",
         floor="floor",
         contenders={
-            "per-item loop": torch_per_item,
-            "torch, resident": torch_in_batch,
-            "PML, one an anchor": pml_one,
-            "PML, all triplets": pml_all,
+            "per-item loop": torch_dataloader_dataset_triplets,
+            "torch, resident": torch_batch_triplets,
+            "PML, one an anchor": pml_one_triplet_per_anchor,
+            "PML, all triplets": pml_all_triplets,
             "PML, trainer": pml_trainer,
-            "sentence-transformers": st_in_batch,
-            "ega": ega_in_batch,
-            "floor": floor_in_batch,
-            "floor of the work left": sparse_floor_in_batch,
+            "sentence-transformers": sentence_transformers_batch_triplets,
+            "ega": ega_batch_triplets,
+            "floor": floor_batch_triplets,
+            "floor of the work left": sparse_floor_batch_triplets,
         },
         sizes=(_AIRCRAFT,),
         quick_sizes=(_TINY,),
@@ -970,7 +972,7 @@ GROUPS |= {
         unit="step of 256 anchors",
         reference="torch, resident",
         floor=None,
-        contenders={"torch, resident": torch_at_rho, "ega": ega_at_rho},
+        contenders={"torch, resident": torch_at_active_ratio, "ega": ega_at_active_ratio},
         sizes=_rho_sizes(_AIRCRAFT),
         quick_sizes=_rho_sizes(_TINY, {"whole set": (0.3,)}),
         repeats=3,
@@ -998,7 +1000,11 @@ GROUPS |= {
         unit="query and setting",
         reference="FAISS, anew",
         floor=None,
-        contenders={"FAISS, anew": faiss_anew, "FAISS, once": faiss_once, "ega": ega_sweep},
+        contenders={
+            "FAISS, anew": faiss_index_rebuilt_per_setting,
+            "FAISS, once": faiss_index_built_once,
+            "ega": ega_sweep,
+        },
         sizes=_search_sizes(10**3, 10**4, 3 * 10**4),
         quick_sizes=_TINY_SEARCH,
     ),
@@ -1021,7 +1027,7 @@ GROUPS |= {
         unit="picture",
         reference="in turn",
         floor="encoder alone",
-        contenders={"in turn": extraction_in_turn, "ega": ega_embed, "encoder alone": encoder_alone},
+        contenders={"in turn": decode_then_encode, "ega": ega_embed, "encoder alone": encoder_alone},
         sizes=({"n": 96, "side": 224, "threads": 2},),
         quick_sizes=({"n": 8, "side": 32, "threads": 2},),
     ),

@@ -21,7 +21,7 @@ from ..arrays import InputError, defer_sigint, usable_cores
 from .protocols import MAIN_BENCHMARKS
 from .runs import build_config, run_experiment, use_one_thread
 from ..files import atomic_write, file_lock, read_csv_columns, short_error
-from ..methods import ABLATIONS, BASELINES, MAIN_METHODS, is_trained
+from ..methods import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 from ..packs import open_parquet
 from ..transform import ray_cluster
 
@@ -160,7 +160,7 @@ class Grid:
     def configs(self):
         "Its RunConfigs, first seed and split first; a method that is not trained runs once for each split."
         for seed, split_seed, method in product(self.seeds, self.splits, self.methods):
-            if seed != self.seeds[0] and not is_trained(method):
+            if seed != self.seeds[0] and not uses_gradient_training(method):
                 continue
             for benchmark in self.benchmarks:
                 yield build_config(
@@ -212,7 +212,7 @@ class TunedGrid:
             yield from replace(self.grid, benchmarks=(benchmark,), methods=(method,)).configs()
 
 # %% ../../nbs/experiments/03_grids.ipynb #680cdd5b
-_TRAINED = tuple(filter(is_trained, MAIN_METHODS))
+_TRAINED = tuple(filter(uses_gradient_training, MAIN_METHODS))
 _MARGINS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 _SWEPT = (
     ("ega_released", {"margin": _MARGINS}),

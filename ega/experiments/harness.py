@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Job', 'Group', 'SELF_CHECKS', 'time_once', 'worker_main', 'Worker', 'round_orders', 'run_group', 'sleep_contender',
-           'busy_contender', 'with_memory', 'not_installed', 'ratios', 'format_ratios']
+           'busy_contender', 'memory_contender', 'missing_package_contender', 'ratios', 'format_ratios']
 
 # %% ../../nbs/experiments/08_harness.ipynb #harness-imports
 import importlib
@@ -240,12 +240,12 @@ def busy_contender(size, folder):
     return Job(run, 1)
 
 
-def with_memory(size, folder):
+def memory_contender(size, folder):
     "Allocate memory and release it."
     return Job(lambda: bytearray(size["mb"] * 2**20), 1)
 
 
-def not_installed(size, folder):
+def missing_package_contender(size, folder):
     "Need a package that does not exist."
     return import_optional("no_such_package", "bench")
 
@@ -259,8 +259,8 @@ SELF_CHECKS = Group(
     contenders={
         "sleep": sleep_contender,
         "busy": busy_contender,
-        "memory": with_memory,
-        "not installed": not_installed,
+        "memory": memory_contender,
+        "not installed": missing_package_contender,
     },
     sizes=(_SELF_CHECK_SIZE,),
     quick_sizes=(_SELF_CHECK_SIZE,),

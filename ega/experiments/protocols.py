@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'MAIN_BENCHMARKS', 'PAPER_PACKS', 'PAPER_BENCHMARKS', 'EXPERIMENTS', 'PROTOCOLS', 'Benchmark',
-           'PaperPack', 'get_benchmark', 'Protocol', 'split_rows', 'load_sets', 'build_split', 'evaluate_neighbours',
-           'PublishedExperiment', 'expected_counts', 'split_counts']
+           'PaperPack', 'get_benchmark', 'Protocol', 'split_rows', 'load_embedding_sets', 'build_split',
+           'evaluate_neighbours', 'PublishedExperiment', 'published_split_counts', 'split_counts']
 
 # %% ../../nbs/experiments/01_protocols.ipynb #89c526bd
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import InputError, spawn_rngs
 from ..datasets import released_class_split
 from ..metrics import ar_at_k, lp_at_k
-from ..packs import Split, pack_path, read_pack, row_split, split_classes
+from ..packs import Split, path_of_pack, read_pack, row_split, split_classes
 from ..search import SearchConfig
 
 # %% ../../nbs/experiments/01_protocols.ipynb #benchmark
@@ -158,7 +158,7 @@ def split_rows(
     return np.split(order, [int(share * len(y)) for share in np.cumsum(fractions)[:-1]])
 
 # %% ../../nbs/experiments/01_protocols.ipynb #rows-of
-def load_sets(
+def load_embedding_sets(
     config,  # RunConfig
     packs,  # folder of packs
 ):  # EmbeddingSet to train on, EmbeddingSet of the unseen rows
@@ -167,7 +167,7 @@ def load_sets(
     held_out = PROTOCOLS[config.protocol].held_out
 
     def load(name):
-        return _read_labelled(pack_path(name, benchmark.encoder, packs))
+        return _read_labelled(path_of_pack(name, benchmark.encoder, packs))
 
     return load(benchmark.train), load(benchmark.train if held_out else benchmark.unseen)
 
@@ -180,8 +180,8 @@ def _read_labelled(path):
 # %% ../../nbs/experiments/01_protocols.ipynb #split-of
 def build_split(
     config,  # RunConfig
-    es,  # EmbeddingSet to train on, from load_sets
-    unseen,  # EmbeddingSet of the unseen rows, from load_sets
+    es,  # EmbeddingSet to train on, from load_embedding_sets
+    unseen,  # EmbeddingSet of the unseen rows, from load_embedding_sets
 ):  # Split
     "Divide the rows of a run into fit rows, galleries and queries, and check that they are disjoint."
     if config.task == "in_distribution":
@@ -492,7 +492,7 @@ PROTOCOLS = {
 }
 
 # %% ../../nbs/experiments/01_protocols.ipynb #expected-counts
-def expected_counts(
+def published_split_counts(
     name,  # key of EXPERIMENTS
     benchmark,  # one of its sets
     seed=42,  # of the run

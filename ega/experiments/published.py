@@ -23,15 +23,15 @@ from ega.experiments.protocols import (
     PAPER_PACKS,
     PROTOCOLS,
     build_split,
-    expected_counts,
     get_benchmark,
-    load_sets,
+    load_embedding_sets,
+    published_split_counts,
     split_counts,
 )
 from .runs import RunConfig
 from ..files import read_csv_columns
 from ..methods import METHODS
-from ..packs import pack_path
+from ..packs import path_of_pack
 from ..statistics import bootstrap, bootstrap_worst
 from ..training import TrainConfig
 
@@ -400,7 +400,7 @@ def missing_packs(
     packs,  # folder of packs
 ):  # list of (pack, encoder) that are not there
     "The packs that runs need and the folder lacks."
-    return [(pack, encoder) for pack, encoder in _packs_of(configs) if not pack_path(pack, encoder, packs).is_file()]
+    return [(pack, encoder) for pack, encoder in _packs_of(configs) if not path_of_pack(pack, encoder, packs).is_file()]
 
 
 def deviation_notes(
@@ -413,7 +413,7 @@ def deviation_notes(
     for config in configs.values():
         if missing_packs([config], packs):
             continue
-        sets = load_sets(config, packs)
+        sets = load_embedding_sets(config, packs)
         notes += _size_notes(config, sets)
         if config.protocol.startswith("released/"):
             notes += _count_notes(config, sets)
@@ -433,7 +433,7 @@ def _size_notes(config, sets):
 def _count_notes(config, sets):
     "A sentence if the split has other sizes than the published one."
     name = config.protocol.split("/")[1]
-    expected = expected_counts(name, config.benchmark, config.split_seed)
+    expected = published_split_counts(name, config.benchmark, config.split_seed)
     counts = split_counts(build_split(config, *sets))
     if counts == expected:
         return []
@@ -456,7 +456,7 @@ def run_cells(
     "Run every cell whose packs are there."
     configs = dict.fromkeys(c for cell in cells if not missing_packs(cell.configs, packs) for c in cell.configs)
     for config in {c.benchmark: c for c in configs}.values():
-        load_sets(config, packs)  # an unreadable pack is reported before anything runs
+        load_embedding_sets(config, packs)  # an unreadable pack is reported before anything runs
     made = run_grid(list(configs), store, packs, workers=workers, progress=progress)
     store.merge_parts()
     return made
@@ -615,7 +615,7 @@ def missing_pack_lines(
     "The missing packs, numbered, each with its command."
     lines = []
     for number, ((pack, encoder), n_cells) in enumerate(needed.items(), 1):
-        if pack_path(pack, encoder, packs).is_file():
+        if path_of_pack(pack, encoder, packs).is_file():
             continue
         command = embed_command(pack, encoder, packs if custom_folder else None)
         if len(command) > 74:

@@ -14,7 +14,7 @@ import pandas as pd
 from ..arrays import InputError
 from .protocols import BENCHMARKS
 from ..methods import METHODS
-from ..statistics import cluster_bootstrap
+from ..statistics import cluster_bootstrap_means
 
 # %% ../../nbs/experiments/05_summary.ipynb #check-comparable
 OUTCOME_COLUMNS = {"lp_at_1": "hit", "lp_at_1_ivf": "ivf_hit", "ar_at_1": "ivf_ar"}  # metric -> per-query column
@@ -55,7 +55,7 @@ def _replicates(rows, baseline, metrics, n_boot, seed):
             f"methods must have run on the splits of {baseline}, got {splits}; finish the grid or filter the rows"
         )
     table = np.stack([n_splits[baseline], *sums.values()], 1)  # (n, 1 + methods x metrics)
-    replicates = cluster_bootstrap(table, classes, np.random.default_rng(seed), n_boot=n_boot)
+    replicates = cluster_bootstrap_means(table, classes, np.random.default_rng(seed), n_boot=n_boot)
     means = np.vstack([table.mean(0), replicates])
     means_in_points = 100 * (means[:, 1:] / means[:, :1])  # over all pairs (split, query)
     points = dict(zip(sums, means_in_points.T))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENCHMARK_ORDER', 'REPORTED_EXPERIMENTS', 'format_points', 'format_interval', 'markdown_table', 'latex_table',
-           'write_text', 'write_table', 'tidy_summary', 'benchmark_title', 'strict_runs', 'missing_placeholder',
-           'field_values', 'profile_name', 'settings_row', 'results_source', 'read_table']
+           'write_text', 'write_table', 'tidy_summary', 'benchmark_title', 'read_strict_protocol_runs',
+           'missing_placeholder', 'field_values', 'grid_profile_name', 'settings_row', 'results_source', 'read_table']
 
 # %% ../../nbs/experiments/06_tables.ipynb #tables-imports
 import json
@@ -18,7 +18,7 @@ from ..arrays import InputError
 from .grids import GRIDS, read_results
 from .plots import METHOD_STYLES
 from ..files import atomic_write, read_json
-from ..methods import is_trained
+from ..methods import uses_gradient_training
 
 # %% ../../nbs/experiments/06_tables.ipynb #8cc02cd2
 def format_points(
@@ -161,7 +161,7 @@ REPORTED_EXPERIMENTS = {
 }
 
 
-def strict_runs(
+def read_strict_protocol_runs(
     folder,  # of results
     experiment,  # name of a stored experiment
     columns=None,  # names of columns, `protocol` among them; None: all
@@ -201,7 +201,7 @@ def field_values(
     name,  # name of a field of the configuration
 ):  # text, a list of the values in the runs of trained methods
     "The values that a field of the configuration took, as text."
-    configs = rows[rows["method"].map(is_trained)].drop_duplicates("run_id")["config"]
+    configs = rows[rows["method"].map(uses_gradient_training)].drop_duplicates("run_id")["config"]
     return _listed(value for config in configs for value in _find_field(json.loads(config), name))
 
 
@@ -220,7 +220,7 @@ def _class_counts(rows):
     return _range_text(rows["query_class"].map(lambda classes: len(np.unique(classes))))
 
 # %% ../../nbs/experiments/06_tables.ipynb #93f957bc
-def profile_name(
+def grid_profile_name(
     rows,  # DataFrame of runs of one experiment
 ):  # text
     "Which profile of GRIDS the stored runs are, by their ids; for an unfinished one, how many of its runs there are."
@@ -274,7 +274,7 @@ def results_source(
         "protocol": _listed(rows["protocol"]),
         "version": _listed(rows["version"]),
         "machine": _listed(rows["machine"]),
-        "profile": profile_name(rows),
+        "profile": grid_profile_name(rows),
         "runs": int(rows["run_id"].nunique()),
         "splits": int(rows["split_seed"].nunique()),
         "seeds": int(rows["seed"].nunique()),

@@ -87,7 +87,13 @@ def test_contenders_alternate_in_processes_of_their_own(tmp_path):
 def test_shared_worker_runs_all_contenders_in_one_process(tmp_path):
     worker = harness.Worker(tmp_path, 1)
     g = harness.Group(
-        "test", "call", "a", None, {"a": recording, "b": recording, "absent": harness.not_installed}, ({},), ({},)
+        "test",
+        "call",
+        "a",
+        None,
+        {"a": recording, "b": recording, "absent": harness.missing_package_contender},
+        ({},),
+        ({},),
     )
     try:
         rows = harness.run_group(g, {}, repeats=1, folder=tmp_path, worker=worker)
@@ -186,7 +192,7 @@ def test_whole_set_contenders_have_equal_gradients(start):
     rows, index = torch.arange(0, 240, 3), class_index(start.y)
     t = random_dataset_triplets(index, rows, gen=seeded())
 
-    class GivenTriplets(benchmarks.ItemTriplets):
+    class GivenTriplets(benchmarks.PerItemTripletDataset):
         def draw(self, i):
             j = t.a.tolist().index(i)
             return t.p[j], t.n[j]
@@ -194,8 +200,8 @@ def test_whole_set_contenders_have_equal_gradients(start):
     (apn,) = torch.utils.data.DataLoader(GivenTriplets(start.x, start.y.numpy()), batch_size=80, sampler=rows.tolist())
     plain, ours = blocks(start)
     assert_same(
-        gradient(plain, benchmarks.per_item_loss(start)(plain, apn, None)),
-        gradient(plain, benchmarks.whole_set_loss(start)(plain, rows, seeded())),
+        gradient(plain, benchmarks.three_pass_triplet_loss(start)(plain, apn, None)),
+        gradient(plain, benchmarks.one_pass_dataset_triplet_loss(start)(plain, rows, seeded())),
         gradient(ours, dataset_triplet_objective(0.6, index)(ours, start.x, start.y, rows, seeded()).loss),
     )
 
@@ -239,16 +245,16 @@ def test_torch_adapter_has_no_sparse_backward(start):
 @pytest.mark.parametrize(
     "name",
     [
-        "torch_per_item",
-        "torch_whole_set",
-        "torch_in_batch",
+        "torch_dataloader_dataset_triplets",
+        "torch_dataset_triplets",
+        "torch_batch_triplets",
         "torch_supcon",
-        "pml_one",
-        "pml_all",
+        "pml_one_triplet_per_anchor",
+        "pml_all_triplets",
         "pml_supcon",
         "pml_trainer",
-        "ega_whole_set",
-        "ega_in_batch",
+        "ega_dataset_triplets",
+        "ega_batch_triplets",
         "ega_supcon",
     ],
 )
@@ -274,7 +280,7 @@ def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypa
         assert 0 < returned["rho"] <= 1
 
 
-@pytest.mark.parametrize("name", ["st_whole_set", "st_in_batch"])
+@pytest.mark.parametrize("name", ["sentence_transformers_dataset_triplets", "sentence_transformers_batch_triplets"])
 def test_sentence_transformers_trains_from_the_same_state(tmp_path, start, monkeypatch, name):
     patch_torchvision()  # a broken one would keep sentence-transformers from being imported
     pytest.importorskip("sentence_transformers")
@@ -293,7 +299,7 @@ def test_sentence_transformers_trains_from_the_same_state(tmp_path, start, monke
 
 
 def test_item_triplets_draw_as_the_released_code():
-    items = benchmarks.ItemTriplets(torch.eye(6), np.array([0, 0, 1, 1, 2, 2]))
+    items = benchmarks.PerItemTripletDataset(torch.eye(6), np.array([0, 0, 1, 1, 2, 2]))
     drawn = np.array([items.draw(0) for _ in range(300)])
     assert set(drawn[:, 0]) == {0, 1} and set(drawn[:, 1]) == {2, 3, 4, 5}  # the anchor may be its own positive
     assert all(torch.equal(a, torch.eye(6)[4]) for a in items[4][:1])
@@ -314,13 +320,13 @@ def test_margin_for_reaches_the_active_ratio(start, rho):
     t = random_dataset_triplets(class_index(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
     with torch.no_grad():
         z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
-    assert abs(triplet_active_ratio(z, t, benchmarks.margin_for(start, rho)).rho - rho) < 0.01
+    assert abs(triplet_active_ratio(z, t, benchmarks.margin_for_active_ratio(start, rho)).rho - rho) < 0.01
 
 
 def test_floors_count_the_rows_of_a_step(start):
     "Against brute force on the first step of the epoch that is replayed."
     for draw in (benchmarks._whole_set_draw(start), benchmarks._in_batch_draw(start)):
-        steps = benchmarks.count_loop(start, draw)
+        steps = benchmarks.count_rows_per_step(start, draw)
         gen = torch.Generator().manual_seed(1)
         rows = torch.randperm(240, generator=gen).split(64)[0]
         t, forward = draw(rows, gen)

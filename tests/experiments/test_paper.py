@@ -182,7 +182,7 @@ def test_sources_json_describes_stored_runs(built):
 
 def test_profile_name_of_unfinished_grid(stored):
     rows = stored[1]["unseen"].assign(experiment="unseen")
-    assert tables.profile_name(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
+    assert tables.grid_profile_name(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
 
 
 def test_ranking_compares_trained_methods_only(built):

@@ -92,7 +92,7 @@ def test_headline_compares_new_digits_with_committed_ones(root, tmp_path):
     frame = ResultStore(root / "data/results", "unseen").read()
     changed = np.where(frame.method == "wccn", frame.lp_at_1 + 0.01, frame.lp_at_1)
     ResultStore(tmp_path, "unseen").write(frame.assign(lp_at_1=changed))
-    text = cli.headline(tmp_path, root / "data/results")
+    text = cli.compare_with_committed(tmp_path, root / "data/results")
     assert "2 of 3 runs" in text and "1.00 points" in text and max(map(len, text.splitlines())) <= 80
 
 

@@ -25,9 +25,9 @@ from ega.experiments.protocols import (
     Protocol,
     build_split,
     evaluate_neighbours,
-    expected_counts,
     get_benchmark,
-    load_sets,
+    load_embedding_sets,
+    published_split_counts,
     split_counts,
     split_rows,
 )
@@ -47,7 +47,7 @@ from ega.experiments.published import (
     run_cells,
 )
 from ega.experiments.runs import RunConfig, evaluate_settings, run_experiment
-from ega.packs import EmbeddingSet, pack_path, write_pack
+from ega.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.search import Neighbours, SearchConfig
 
 root = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def packs(tmp_path_factory):
         assert len(y) == PAPER_PACKS[pack].rows
         write_pack(
             EmbeddingSet(normalize(rng.normal(size=(len(y), 4))), y, meta={"set": pack, "encoder": encoder}),
-            pack_path(pack, encoder, folder),
+            path_of_pack(pack, encoder, folder),
             dtype="float32",
         )
     return folder
@@ -123,7 +123,7 @@ def split_for(packs, name, benchmark, seed=42):
     config = SimpleNamespace(
         task=EXPERIMENTS[name].task, benchmark=benchmark, protocol=f"released/{name}", split_seed=seed
     )
-    es, other = load_sets(config, packs)
+    es, other = load_embedding_sets(config, packs)
     return build_split(config, es, other), es, other
 
 
@@ -140,7 +140,7 @@ def test_table_has_every_experiment():
 @pytest.mark.parametrize("name,benchmark,seed", SETS)
 def test_released_splits_have_the_published_counts_and_classes(packs, name, benchmark, seed):
     s, es, other = split_for(packs, name, benchmark, seed)
-    assert split_counts(s) == expected_counts(name, benchmark, seed)
+    assert split_counts(s) == published_split_counts(name, benchmark, seed)
     p, b = EXPERIMENTS[name].protocol, PAPER_BENCHMARKS[benchmark]
     if p.leak:
         assert set(s.seen_queries) <= set(s.fit) and len(s.fit) == es.n
@@ -170,8 +170,8 @@ def test_counts_and_nlist_of_the_table():
         ("E4", "cifar100", 42): (10_000, 7_500, 2_500),
     }
     for (e, s, seed), counts in want.items():
-        assert expected_counts(e, f"{s}@clip_vit_b32", seed) == counts
-    assert expected_counts("E13", "aircraft_train_test@dinov2_large") == (5_332, 1_001, 334)
+        assert published_split_counts(e, f"{s}@clip_vit_b32", seed) == counts
+    assert published_split_counts("E13", "aircraft_train_test@dinov2_large") == (5_332, 1_001, 334)
     nlist = {e: EXPERIMENTS[e].protocol.index.nlist for e in EXPERIMENTS if EXPERIMENTS[e].protocol}
     assert nlist == {
         **dict.fromkeys(("E1", "E4", "E5", "E6", "E7", "E8", "E9", "E13", "E18", "E18b", "E19", "E21", "E22"), 10),
@@ -209,7 +209,7 @@ def test_released_experiment_runs(packs, name, config):
     rows = run_experiment(trial(config), packs, device="cpu")
     e, p = EXPERIMENTS[name], EXPERIMENTS[name].protocol
     own = rows[rows.query_set == ("unseen" if e.task == "unseen" else "seen")]
-    _, gallery, queries = expected_counts(name, config.benchmark, config.seed)
+    _, gallery, queries = published_split_counts(name, config.benchmark, config.seed)
     assert (
         set(own.n) == {queries}
         and set(own.gallery) == {gallery}
@@ -546,7 +546,7 @@ def small(folder, n=7_200):
         EmbeddingSet(
             normalize(np.random.default_rng(0).normal(size=(n, 4))), y, meta={"set": "pet", "encoder": "clip_vit_b32"}
         ),
-        pack_path("pet", "clip_vit_b32", folder),
+        path_of_pack("pet", "clip_vit_b32", folder),
     )
 
 
@@ -564,7 +564,7 @@ def test_pack_of_another_size_gives_a_warning(tmp_path, one_process):
 
 def test_unreadable_pack_is_reported(clone, monkeypatch, capsys, tmp_path):
     small(tmp_path)
-    path = pack_path("pet", "clip_vit_b32", tmp_path)
+    path = path_of_pack("pet", "clip_vit_b32", tmp_path)
     path.write_bytes(path.read_bytes()[:5_000])
     monkeypatch.chdir(clone)
     assert (
@@ -655,7 +655,7 @@ def test_cells_run_under_paper_and_strict(tmp_path, protocol, queries):
         EmbeddingSet(
             normalize(np.random.default_rng(0).normal(size=(2_000, 4))), y, meta={"set": pack, "encoder": encoder}
         ),
-        pack_path(pack, encoder, tmp_path),
+        path_of_pack(pack, encoder, tmp_path),
     )
     cells = [
         c

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from ega.experiments import runs
-from ega.experiments.cli import TOLERANCE
+from ega.experiments.cli import RERUN_TOLERANCE
 from ega.experiments.grids import GRIDS, read_results
-from ega.experiments.protocols import load_sets
+from ega.experiments.protocols import load_embedding_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
 from ega.methods import METHODS, AdapterConfig, LossConfig, parse_config
@@ -169,7 +169,7 @@ def assert_packs_of(row):
     assert row.packs == " ".join(
         dict.fromkeys(
             e.meta["sha256"][:16]
-            for e in load_sets(parse_config(RunConfig, json.loads(row.config)), root / "data/packs")
+            for e in load_embedding_sets(parse_config(RunConfig, json.loads(row.config)), root / "data/packs")
         )
     )
 
@@ -195,4 +195,4 @@ def test_stored_run_is_reproduced(benchmark, method):
         assert np.allclose(
             again.loss_history[q], rows.loss_history[q], rtol=1e-6 if rows.machine[q] == platform_tag() else 1e-2
         )
-        assert abs(again.lp_at_1[q] - rows.lp_at_1[q]) * 100 <= TOLERANCE
+        assert abs(again.lp_at_1[q] - rows.lp_at_1[q]) * 100 <= RERUN_TOLERANCE

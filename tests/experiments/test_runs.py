@@ -19,12 +19,12 @@ from ega import search
 from ega.arrays import InputError, normalize
 from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
-from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_sets
+from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
 from ega.experiments.runs import RunConfig, build_config, run_experiment
 from ega.experiments.summary import choose_settings, provenance, summarize
 from ega.methods import METHODS, fit_method, parse_config
-from ega.metrics import negative_cosine_std
-from ega.packs import EmbeddingSet, pack_path, write_pack
+from ega.metrics import cosine_std_of_negative_pairs
+from ega.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.testing import simplex_vertices
 
 SMALL_TRAINING = dict(hidden=16, epochs=2)
@@ -39,7 +39,7 @@ def make_packs(root):
         x = normalize(rng.normal(size=(187, 12)) + 0.7 * rng.normal(size=(classes + 1, 12))[y])
         split = np.where(np.arange(187) // classes % 2, "train", "test")
         write_pack(
-            EmbeddingSet(x, y, split=split, meta={"set": name, "encoder": encoder}), pack_path(name, encoder, root)
+            EmbeddingSet(x, y, split=split, meta={"set": name, "encoder": encoder}), path_of_pack(name, encoder, root)
         )
 
 
@@ -54,7 +54,7 @@ def packs(tmp_path_factory):
 @pytest.mark.parametrize("split_seed", [42, 0])
 def test_unseen_splits_are_disjoint_in_rows_and_classes(packs, benchmark, split_seed):
     config = build_config("unseen", benchmark, "frozen", split_seed=split_seed)
-    es, other = load_sets(config, packs)
+    es, other = load_embedding_sets(config, packs)
     s, b = build_split(config, es, other), BENCHMARKS[benchmark]
     assert (es.y >= 0).all() and (other.y >= 0).all()
     assert not np.intersect1d(s.fit, s.seen_queries).size and set(es.y[s.seen_queries]) <= set(es.y[s.fit])
@@ -70,7 +70,7 @@ def test_unseen_splits_are_disjoint_in_rows_and_classes(packs, benchmark, split_
 
 def test_in_distribution_split_has_three_disjoint_parts_of_every_class(packs):
     config = build_config("in_distribution", "cub100", "frozen")
-    es, other = load_sets(config, packs)
+    es, other = load_embedding_sets(config, packs)
     s = build_split(config, es, other)
     parts = [s.fit, s.seen_gallery, s.seen_queries]
     assert sorted(np.concatenate(parts).tolist()) == list(range(180)) and all(set(es.y[p]) == set(es.y) for p in parts)
@@ -125,7 +125,7 @@ def test_method_runs_and_means_equal_those_of_its_queries(packs, method):
         assert len(r["query"]) == len(r.hit) == len(r.neighbour) == len(r.ivf_ar) == r.n and np.isclose(
             r.hit.mean(), r.lp_at_1, atol=1e-6
         )
-        es, other = load_sets(parse_config(RunConfig, json.loads(r.config)), packs)
+        es, other = load_embedding_sets(parse_config(RunConfig, json.loads(r.config)), packs)
         assert np.array_equal(other.y[r["query"]], r.query_class)
         if method != "no_residual":
             assert np.isclose(
@@ -164,7 +164,7 @@ def test_frozen_leave_one_out_equals_brute_force(packs):
         .set_index("query_set")
         .loc["unseen"]
     )
-    _, other = load_sets(build_config("unseen", "tiny200>cifar10", "frozen"), packs)
+    _, other = load_embedding_sets(build_config("unseen", "tiny200>cifar10", "frozen"), packs)
     s = other.x @ other.x.T
     np.fill_diagonal(s, -9)
     assert np.isclose((other.y[s.argmax(1)] == other.y).mean(), r.lp_at_1, atol=1e-6) and r.displacement == 0
@@ -472,7 +472,7 @@ def test_leaked_protocol_differs_in_fit_rows_only(packs):
     strict, closed, leaky = (
         build_config("in_distribution", "grocery", "frozen", protocol=p) for p in ("strict", "gallery_fitted", "leaked")
     )
-    es, other = load_sets(strict, packs)
+    es, other = load_embedding_sets(strict, packs)
     a, b = (build_split(c, es, other) for c in (closed, leaky))
     assert (
         np.array_equal(a.seen_queries, b.seen_queries)
@@ -491,12 +491,12 @@ def test_leaked_protocol_differs_in_fit_rows_only(packs):
 
 def test_default_temperature_is_the_spread_of_cosines(packs):
     config = build_config("unseen", "cub100", "supcon", **SMALL_TRAINING)
-    es, other = load_sets(config, packs)
+    es, other = load_embedding_sets(config, packs)
     fit = build_split(config, es, other).fit
     x, y = es.x[fit], es.y[fit]
     adapted = [
         fit_method(replace(config, loss=replace(config.loss, tau=tau)), x, y, device="cpu").history.loss
-        for tau in (None, negative_cosine_std(x, y, np.random.default_rng(0)), 0.07)
+        for tau in (None, cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)), 0.07)
     ]
     assert np.array_equal(adapted[0], adapted[1]) and not np.array_equal(adapted[0], adapted[2])
     corners, four = np.repeat(simplex_vertices(4), 5, 0), np.repeat(np.arange(4), 5)
@@ -549,8 +549,8 @@ def test_sweep_of_two_settings_covers_all_pairs():
 @pytest.mark.parametrize("benchmark", ["cub100", "grocery", "tiny200>cifar10"])
 def test_held_out_protocol_uses_seen_classes_only(benchmark, packs):
     true, held = (build_config("unseen", benchmark, "frozen", protocol=p) for p in ("strict", "held_out"))
-    es, other = load_sets(held, packs)
-    a, b = build_split(true, *load_sets(true, packs)), build_split(held, es, other)
+    es, other = load_embedding_sets(held, packs)
+    a, b = build_split(true, *load_embedding_sets(true, packs)), build_split(held, es, other)
     known = set(es.y[a.fit])
     assert (
         other is es

@@ -499,7 +499,7 @@ def write_npy(folder):
 
 def both(x, y):
     x, _ = vectors.read_embeddings(x)
-    return digest(arrays.check_and_normalize(x), arrays.encode_partial_labels(vectors.read_labels(y), len(x))[0])
+    return digest(arrays.check_and_normalize(x), arrays.encode_labels_with_missing(vectors.read_labels(y), len(x))[0])
 
 
 READERS["embeddings and labels .npy"] = Reader(write_npy, lambda f: both(f / "x.npy", f / "y.npy"))
@@ -541,7 +541,7 @@ def write_csv(folder):
 
 
 READERS["labels .csv"] = Reader(
-    write_csv, lambda f: str(arrays.encode_partial_labels(vectors.read_labels(f / "y.csv"), N))
+    write_csv, lambda f: str(arrays.encode_labels_with_missing(vectors.read_labels(f / "y.csv"), N))
 )
 
 
@@ -842,7 +842,9 @@ def opened(folder, name, encoder):
     "Open a source and embed it, skipping what cannot be read."
     out = folder.parent / "out.parquet"
     try:
-        embed.embed(datasets.open_source(folder / name), encoder, out, progress=False, overwrite=True, on_error="skip")
+        embed.embed(
+            datasets.open_input_source(folder / name), encoder, out, progress=False, overwrite=True, on_error="skip"
+        )
         return of_pack(packs.read_pack(out))[:64]
     finally:
         out.unlink(missing_ok=True)
@@ -902,7 +904,7 @@ def begun(folder):
     encoder.encode = lambda batch, left=[1]: Mean.encode(encoder, batch) if left.pop() else None
     try:
         embed.embed(
-            datasets.open_source(folder / "f"),
+            datasets.open_input_source(folder / "f"),
             encoder,
             folder / "p.parquet",
             shard_rows=2,
@@ -918,7 +920,12 @@ def went_on(folder):
     "The pack itself is the value, and is removed again; so are shards that were made again."
     try:
         embed.embed(
-            datasets.open_source(folder / "f"), Mean(), folder / "p.parquet", shard_rows=2, batch_size=2, progress=False
+            datasets.open_input_source(folder / "f"),
+            Mean(),
+            folder / "p.parquet",
+            shard_rows=2,
+            batch_size=2,
+            progress=False,
         )
         return of_pack(packs.read_pack(folder / "p.parquet"))
     finally:

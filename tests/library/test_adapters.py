@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ega.adapters import (
     AblatedEGA,
-    BoundedAdapter,
+    BoundedDisplacementAdapter,
     GatedBlock,
     LinearAdapter,
     LoRAAdapter,
@@ -479,10 +479,10 @@ def test_save_and_load_return_the_same_bits(tmp_path, kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
-    f = BoundedAdapter(trained(make(kind, 18)), 0.3).to(dtype)
+    f = BoundedDisplacementAdapter(trained(make(kind, 18)), 0.3).to(dtype)
     g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
     assert (
-        type(g) is BoundedAdapter
+        type(g) is BoundedDisplacementAdapter
         and type(g.inner) is type(f.inner)
         and not g.training
         and torch.equal(g.max_displacement, f.max_displacement)
@@ -491,7 +491,7 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
     assert np.array_equal(transform(f, rows(9, 18)), transform(g, rows(9, 18))) and adapter_fingerprint(
         f
     ) == adapter_fingerprint(g)
-    assert len({adapter_fingerprint(a) for a in (f, f.inner, BoundedAdapter(f.inner, 0.4).to(dtype))}) == 3
+    assert len({adapter_fingerprint(a) for a in (f, f.inner, BoundedDisplacementAdapter(f.inner, 0.4).to(dtype))}) == 3
 
 
 @pytest.mark.parametrize(
@@ -503,14 +503,14 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
         (dict(state={"max_displacement": torch.tensor(0.2)}), "not those that were saved"),
         (dict(state={"max_displacement": torch.tensor([0.3])}), "weight max_displacement must have shape"),
         (dict(drop=["max_displacement"]), "weight max_displacement must have shape"),
-        (dict(about={"sizes": {"inner": 3}}), "no BoundedAdapter can be built"),
-        (dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}), "no BoundedAdapter can be built"),
+        (dict(about={"sizes": {"inner": 3}}), "no BoundedDisplacementAdapter can be built"),
+        (dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}), "no BoundedDisplacementAdapter can be built"),
         (
             dict(
                 about={
                     "sizes": {
                         "inner": {
-                            "kind": "BoundedAdapter",
+                            "kind": "BoundedDisplacementAdapter",
                             "sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": 18}}},
                         }
                     }
@@ -528,7 +528,8 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
 )
 def test_load_refuses_damaged_bounded_adapter(tmp_path, change, words):
     path = damaged(
-        save_adapter(BoundedAdapter(trained(make("LinearAdapter", 18)), 0.3), tmp_path / "f.safetensors"), **change
+        save_adapter(BoundedDisplacementAdapter(trained(make("LinearAdapter", 18)), 0.3), tmp_path / "f.safetensors"),
+        **change,
     )
     with pytest.raises(InputError, match=words):
         load_adapter(path)
@@ -537,15 +538,15 @@ def test_load_refuses_damaged_bounded_adapter(tmp_path, change, words):
 def test_bound_that_rounds_to_0_or_2_is_refused(tmp_path):
     for bound in (2 - 1e-9, 1e-50):
         with pytest.raises(InputError, match="max_displacement must lie in"):
-            BoundedAdapter(make("LinearAdapter", 18), bound)
+            BoundedDisplacementAdapter(make("LinearAdapter", 18), bound)
     with pytest.raises(InputError, match="f.safetensors: max_displacement must lie in"):
-        save_adapter(BoundedAdapter(make("LinearAdapter", 18), 1.9999).half(), tmp_path / "f.safetensors")
+        save_adapter(BoundedDisplacementAdapter(make("LinearAdapter", 18), 1.9999).half(), tmp_path / "f.safetensors")
 
     class NamedBounded(nn.Linear):
         d = 4
 
-    NamedBounded.__name__ = "BoundedAdapter"
-    with pytest.raises(InputError, match="got BoundedAdapter;"):
+    NamedBounded.__name__ = "BoundedDisplacementAdapter"
+    with pytest.raises(InputError, match="got BoundedDisplacementAdapter;"):
         save_adapter(NamedBounded(4, 4), tmp_path / "f.safetensors")
     assert not any(tmp_path.iterdir())
 
@@ -578,8 +579,11 @@ def test_save_refuses_other_modules_and_nan_weights(tmp_path):
     for f, words in (
         (nn.Linear(4, 4), "must be one of PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter"),
         (SameAttributes(4, 4), "must be one of"),
-        (BoundedAdapter(SameAttributes(4, 4), 0.1), "BoundedAdapter around SameAttributes"),
-        (BoundedAdapter(BoundedAdapter(make("LinearAdapter", 4), 0.2), 0.1), "BoundedAdapter around BoundedAdapter"),
+        (BoundedDisplacementAdapter(SameAttributes(4, 4), 0.1), "BoundedDisplacementAdapter around SameAttributes"),
+        (
+            BoundedDisplacementAdapter(BoundedDisplacementAdapter(make("LinearAdapter", 4), 0.2), 0.1),
+            "BoundedDisplacementAdapter around BoundedDisplacementAdapter",
+        ),
     ):
         with pytest.raises(InputError, match=words):
             save_adapter(f, tmp_path / "f")

@@ -22,7 +22,7 @@ from ega.datasets import (
     _fetch,
     _unpack,
     open_dataset,
-    open_source,
+    open_input_source,
     patch_torchvision,
     read_clinc,
     read_csv_source,
@@ -82,7 +82,7 @@ def archive(path, n=5, **changes):
 
 def test_image_archive(tmp_path):
     path, raw = archive(tmp_path / "own.npz")
-    s = open_source(path)
+    s = open_input_source(path)
     assert (
         [s.read(i) for i in range(5)] == raw
         and s.y.tolist() == [0, 1, 0, 1, 0]
@@ -90,7 +90,7 @@ def test_image_archive(tmp_path):
         and s.name == "own"
     )
     other, _ = archive(tmp_path / "other.npz", labels=np.zeros(5, int))
-    assert s.fingerprint != open_source(other).fingerprint
+    assert s.fingerprint != open_input_source(other).fingerprint
     assert read_image_archive(archive(tmp_path / "cub100.npz")[0]).meta["licence"].startswith("non-commercial")
     for changes in (dict(offsets=None), dict(offsets=np.arange(6)), dict(ids=np.array(["a"]))):
         with pytest.raises(InputError, match="bad.npz"):
@@ -154,7 +154,7 @@ def test_clinc_order_with_out_of_scope_rows_last(tmp_path):
             read_clinc(path)
     for name in ("none.json", "file.txt"):
         with pytest.raises(InputError, match="expected a folder of images, an image, or a file ending in"):
-            open_source(tmp_path / name)
+            open_input_source(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_empty_text_raises_or_is_skipped(tmp_path, text, row):
 def test_csv_of_images(tmp_path):
     photos(tmp_path / "p", 3, ("x",))
     (tmp_path / "t.csv").write_text("image,label,split\np/x/000.png,b,train\np/x/001.png,a,test\np/x/002.png,,\n")
-    s = open_source(tmp_path / "t.csv")
+    s = open_input_source(tmp_path / "t.csv")
     assert (
         s.modality == "image"
         and s.y.tolist() == [1, 0, -1]
@@ -182,7 +182,7 @@ def test_csv_of_images(tmp_path):
     assert read_pack(embed(s, BlockEncoder(), tmp_path, **QUIET).path).split.tolist() == ["train", "test", ""]
     (tmp_path / "p/x/001.png").unlink()
     with pytest.raises(InputError, match="1 of 3 files are missing, first p/x/001.png"):
-        open_source(tmp_path / "t.csv")
+        open_input_source(tmp_path / "t.csv")
 
 
 def test_fingerprint_depends_on_content_labels_and_splits(tmp_path):

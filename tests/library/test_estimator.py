@@ -35,11 +35,11 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize, encode_partial_labels
+from ega.arrays import InputError, check_and_normalize, encode_labels_with_missing
 from ega.cli import main
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
-from ega.experiments.runs import build_config, fit_transform_function
+from ega.experiments.runs import build_config, fit_and_return_transform
 from ega.methods import build_method_config, fit_adapter
 from ega.packs import EmbeddingSet, write_pack
 from ega.selection import Selection
@@ -264,7 +264,7 @@ def test_merged_adapter_equals_closed_form_then_adapter(method):
     """
     x, y = world(0)
     config = build_config("unseen", "cub100", method, hidden=8, epochs=2)
-    two, one = fit_transform_function(config, x, y)[0](x), transform(fit_adapter(config, x, y), x)
+    two, one = fit_and_return_transform(config, x, y)[0](x), transform(fit_adapter(config, x, y), x)
     assert np.allclose(two @ two.T, one @ one.T, atol=2e-5)
 
 
@@ -339,7 +339,7 @@ def test_without_max_unseen_loss_nothing_is_compared():
     x, y = world(0, classes=4)
     e = EmbeddingAdapter(method="wccn", max_unseen_loss=None).fit(x, y)
     assert not e.frozen_ and np.allclose(
-        e.transform(x), fit_transform_function(build_config("unseen", "cub100", "wccn"), x, y)[0](x), atol=1e-5
+        e.transform(x), fit_and_return_transform(build_config("unseen", "cub100", "wccn"), x, y)[0](x), atol=1e-5
     )
     with pytest.raises(InputError, match="name a method"):
         EmbeddingAdapter(max_unseen_loss=None).fit(x, y)
@@ -467,13 +467,13 @@ def test_missing_extra_is_named(fitted, tmp_path, monkeypatch):
 
 
 def test_labels_may_be_integers_or_texts():
-    numbers, classes = encode_partial_labels(np.array([5.0, -1.0, 2.0]), 3)
+    numbers, classes = encode_labels_with_missing(np.array([5.0, -1.0, 2.0]), 3)
     assert numbers.tolist() == [1, -1, 0] and classes.tolist() == [2, 5]
-    numbers, classes = encode_partial_labels(["b", None, "a"], 3)
+    numbers, classes = encode_labels_with_missing(["b", None, "a"], 3)
     assert numbers.tolist() == [1, -1, 0] and classes.tolist() == ["a", "b"]
     for bad in ([1, 2], ["a", "b"], [-2, 1, 1], [0.5, 1, 1]):
         with pytest.raises(InputError):
-            encode_partial_labels(bad, 3)
+            encode_labels_with_missing(bad, 3)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from sklearn.exceptions import NotFittedError
 from ega.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import (
-    EXTRA_NEIGHBOURS,
+    EXTRA_NEIGHBOURS_FOR_TIES,
     change_against_frozen,
     evaluate,
     evaluate_embeddings,
@@ -112,10 +112,10 @@ def test_label_hits_equal_a_loop_with_duplicates_and_overlap():
 
 
 def test_label_hits_average_over_ties_up_to_the_extra_neighbours():
-    x = normalize(np.repeat([[1.0, 0.0]], EXTRA_NEIGHBOURS + 2, 0))
-    y = np.r_[0, 0, np.ones(EXTRA_NEIGHBOURS, int)]
+    x = normalize(np.repeat([[1.0, 0.0]], EXTRA_NEIGHBOURS_FOR_TIES + 2, 0))
+    y = np.r_[0, 0, np.ones(EXTRA_NEIGHBOURS_FOR_TIES, int)]
     rows = np.arange(len(x))
-    assert np.isclose(label_hits(x, y, rows, rows, device="cpu").hit[0], 1 / (EXTRA_NEIGHBOURS + 1))
+    assert np.isclose(label_hits(x, y, rows, rows, device="cpu").hit[0], 1 / (EXTRA_NEIGHBOURS_FOR_TIES + 1))
 
 
 def test_rows_with_classmate():

@@ -266,7 +266,7 @@ def test_nothing_is_unpickled(tmp_path, count):
         index.AdaptedIndex.load,
         monitor.Monitor.load,
         published.read_published,
-        datasets.open_source,
+        datasets.open_input_source,
         datasets.read_image_archive,
         datasets.read_csv_source,
         datasets.read_clinc,

@@ -10,7 +10,7 @@ import torch
 from ega import index as module
 from ega.adapters import (
     AblatedEGA,
-    BoundedAdapter,
+    BoundedDisplacementAdapter,
     LinearAdapter,
     LoRAAdapter,
     ReleasedEGA,
@@ -476,13 +476,13 @@ def test_rows_left_by_a_kill_are_not_reused_for_another_file(tmp_path, monkeypat
 def test_save_transform_writes_only_adapters_with_a_file_format(tmp_path):
     for f in (
         AblatedEGA(8, hidden=4, without=("residual",), gen=torch.Generator()),
-        BoundedAdapter(AblatedEGA(8, hidden=4, without=("residual",), gen=torch.Generator()), 0.3),
-        BoundedAdapter(BoundedAdapter(LinearAdapter(8), 0.3), 0.2),
+        BoundedDisplacementAdapter(AblatedEGA(8, hidden=4, without=("residual",), gen=torch.Generator()), 0.3),
+        BoundedDisplacementAdapter(BoundedDisplacementAdapter(LinearAdapter(8), 0.3), 0.2),
     ):
         assert save_transform(f, tmp_path) == [] and not any(tmp_path.iterdir())
-    assert save_transform(BoundedAdapter(ReleasedEGA(8, hidden=4, gen=torch.Generator()), 0.3), tmp_path) == [
-        "adapter.safetensors"
-    ]
+    assert save_transform(
+        BoundedDisplacementAdapter(ReleasedEGA(8, hidden=4, gen=torch.Generator()), 0.3), tmp_path
+    ) == ["adapter.safetensors"]
 
 
 def test_migrate_resumes_after_kill_beside_current_version(tmp_path, monkeypatch):

@@ -27,15 +27,15 @@ from ega.methods import (
     build_method_config,
     build_objective,
     fit_adapter,
-    fit_init_transform,
+    fit_closed_form_start,
     fit_method,
-    is_trained,
     parse_config,
+    uses_gradient_training,
 )
-from ega.metrics import negative_cosine_std
+from ega.metrics import cosine_std_of_negative_pairs
 from ega.training import TrainConfig, config_to_dict
 
-TRAINED = [name for name in METHODS if is_trained(name)]
+TRAINED = [name for name in METHODS if uses_gradient_training(name)]
 
 
 def make_data(n=120, d=12, classes=10, seed=0):
@@ -64,7 +64,7 @@ def test_build_method_config(method):
     "Adapter and loss are those of METHODS; epochs, learning rate and decay are set exactly where a method is trained."
     entry, config = METHODS[method], build_method_config(method, epochs=7, seed=3)
     assert (config.adapter, config.loss, config.seed) == (entry.adapter, entry.loss, 3)
-    if is_trained(method):
+    if uses_gradient_training(method):
         assert config.train == TrainConfig(7, lr=entry.lr, weight_decay=entry.weight_decay)
     else:
         assert config.train is None and config.loss is None
@@ -81,8 +81,8 @@ def test_unknown_methods_are_refused(method):
 
 
 def test_is_trained():
-    assert {name for name in METHODS if not is_trained(name)} == {"frozen", "wccn", "lda", "pca", "probe"}
-    assert is_trained("ega_released margin=0.1 lr=0.001")
+    assert {name for name in METHODS if not uses_gradient_training(name)} == {"frozen", "wccn", "lda", "pca", "probe"}
+    assert uses_gradient_training("ega_released margin=0.1 lr=0.001")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,7 +165,7 @@ def test_lora_rank_is_at_most_the_number_of_columns():
             "margin must be given",
         ),
         (
-            lambda x, y: fit_init_transform(AdapterConfig(init_transform="ridge"), x, y),
+            lambda x, y: fit_closed_form_start(AdapterConfig(init_transform="ridge"), x, y),
             "init_transform must be one of raw",
         ),
     ],
@@ -178,7 +178,7 @@ def test_configurations_that_build_nothing_are_refused(call, words):
 @pytest.mark.parametrize("tau", (None, 0.3))
 def test_temperature_is_measured_when_not_given(tau):
     x, y = make_data()
-    expected = negative_cosine_std(x, y, np.random.default_rng(0)) if tau is None else tau
+    expected = cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)) if tau is None else tau
     objective = build_objective(LossConfig("nca", tau=tau), x, y, device="cpu")
     rows = torch.arange(40)
     loss = objective(LinearAdapter(12), torch.tensor(x), torch.tensor(y), rows, torch.Generator()).loss
@@ -206,7 +206,7 @@ def test_every_method_fits(method):
         init_transform, adapter, history = fit_method(small(method), x, y, device="cpu")
         z = init_transform.transform(x) if init_transform else x
         rows.append(transform(adapter, z, device="cpu") if adapter else z)
-        assert (adapter is None) == (history is None) == (not is_trained(method))
+        assert (adapter is None) == (history is None) == (not uses_gradient_training(method))
     assert np.array_equal(*rows) and len(rows[0]) == len(x)
     if method != "no_sphere":
         assert np.allclose(np.linalg.norm(rows[0], axis=1), 1, atol=1e-5)

@@ -11,10 +11,10 @@ from ega.arrays import InputError, normalize, spawn_rngs
 from ega.metrics import (
     _draw_pairs,
     ar_at_k,
+    cosine_std_of_negative_pairs,
     displacement,
     loo_lp_at_k,
     lp_at_k,
-    negative_cosine_std,
     pair_separation,
     pair_stats,
 )
@@ -161,8 +161,11 @@ def test_pairs_are_positive_or_negative_and_classes_uniform():
 def test_negative_cosine_std_equals_that_of_all_negative_pairs():
     x, y = clouds(6, 10, 5)
     cosines = (x @ x.T)[y[:, None] != y]
-    assert abs(negative_cosine_std(x, y, np.random.default_rng(5)) - cosines.std()) < 0.01
-    assert negative_cosine_std(simplex_vertices(4)[[0, 0, 1, 2, 3]], [0, 0, 1, 2, 3], np.random.default_rng(5)) < 1e-6
+    assert abs(cosine_std_of_negative_pairs(x, y, np.random.default_rng(5)) - cosines.std()) < 0.01
+    assert (
+        cosine_std_of_negative_pairs(simplex_vertices(4)[[0, 0, 1, 2, 3]], [0, 0, 1, 2, 3], np.random.default_rng(5))
+        < 1e-6
+    )
 
 
 def test_pair_stats_of_the_drawn_pairs():
@@ -171,7 +174,7 @@ def test_pair_stats_of_the_drawn_pairs():
     x = np.round(x * 4) / 4
     keep = np.abs(x).sum(1) > 0
     x, y = normalize(x[keep]), y[keep]
-    got = pair_stats(x, y, np.random.default_rng(5), pairs=3000)
+    got = pair_stats(x, y, np.random.default_rng(5), n_pairs=3000)
     d = [np.linalg.norm(x[a] - x[b], axis=1) for a, b in _draw_pairs(y, np.random.default_rng(5), 3000)]
     positive, negative = d
     auc = ((negative[:, None] > positive).mean() + (negative[:, None] >= positive).mean()) / 2

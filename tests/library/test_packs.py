@@ -18,7 +18,7 @@ from ega.packs import (
     EmbeddingSet,
     Split,
     dequantize,
-    pack_path,
+    path_of_pack,
     quantize,
     read_pack,
     row_split,
@@ -333,7 +333,7 @@ COMMITTED = {  # rows, classes, labelled rows
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_pack(name):
     encoder = "all_minilm_l6_v2" if name == "clinc150" else "efficientnet_lite0"
-    es = read_pack(pack_path(name, encoder, PACKS))
+    es = read_pack(path_of_pack(name, encoder, PACKS))
     assert (es.n, len(es.classes), int((es.y >= 0).sum())) == COMMITTED[name]
     assert len(np.unique(es.y[es.y >= 0])) == len(es.classes)
     assert es.dim == (384 if name == "clinc150" else 1280)

@@ -21,7 +21,7 @@ from ega.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, 
 from ega.search import knn, loo_knn
 from ega.selection import leave_classes_out, pick_candidate, score_candidates
 from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets
-from ega.statistics import bootstrap, cluster_bootstrap
+from ega.statistics import bootstrap, cluster_bootstrap_means
 
 SEEDS = st.integers(0, 2**32 - 1)
 LABELS = hnp.arrays(np.int64, st.integers(1, 60), elements=st.integers(-1, 8))
@@ -262,7 +262,7 @@ def test_intervals_contain_their_mean(pytestconfig, count):
         c = rng.integers(0, classes, len(v))
         i = bootstrap(v, c, rng, n_boot=60)
         assert v.min() - 1e-9 <= i.low <= i.high <= v.max() + 1e-9 and abs(i.mean - v.mean()) < 1e-9
-        shifted = cluster_bootstrap(v + 1, c, np.random.default_rng(seed), n_boot=20) - cluster_bootstrap(
+        shifted = cluster_bootstrap_means(v + 1, c, np.random.default_rng(seed), n_boot=20) - cluster_bootstrap_means(
             v, c, np.random.default_rng(seed), n_boot=20
         )
         assert np.allclose(shifted, 1)

@@ -11,12 +11,12 @@ from ega.datasets import read_csv_source
 from ega.estimator import EmbeddingAdapter
 from ega.metrics import loo_lp_at_k
 from ega.report import (
-    RankStats,
+    EffectiveRankStats,
+    assign_seen_unseen_groups,
     collapse_warning,
     compare_spaces,
     effective_rank_stats,
-    reading_notes,
-    row_groups,
+    limits_of_the_numbers,
     summary_sentence,
     write_comparison,
     write_report,
@@ -48,7 +48,7 @@ def test_counts_and_means_equal_leave_one_out(spaces, c):
     x, z, y = spaces
     rows = np.flatnonzero(y >= 0)
     before, after = (loo_lp_at_k(v[rows], y[rows]) for v in (x, z))
-    groups = row_groups(y, range(6), np.flatnonzero((y >= 0) & (y < 6))[:40])[rows]
+    groups = assign_seen_unseen_groups(y, range(6), np.flatnonzero((y >= 0) & (y < 6))[:40])[rows]
     assert dict(zip(c.groups.group, c.groups.n)) == {
         "trained on": 40,
         "seen": (y[rows] < 6).sum() - 40,
@@ -85,7 +85,7 @@ def test_adapter_to_another_width_has_no_curve_and_no_displacement(spaces, tmp_p
     assert (
         small.strength_curve is None
         and small.groups.displacement.isna().all()
-        and "Which rows" in " ".join(reading_notes(small))
+        and "Which rows" in " ".join(limits_of_the_numbers(small))
     )
     assert "input" not in re.sub(
         "<style>.*?</style>", "", write_comparison(small, tmp_path / "r.html").read_text(), flags=re.S
@@ -97,7 +97,7 @@ def test_large_collection_is_sampled(spaces):
     few = compare_spaces(x, z, y, seen=range(6), max_rows=120)
     assert (
         few.n_sampled == 120
-        and "120 of 240 rows were drawn" in " ".join(reading_notes(few))
+        and "120 of 240 rows were drawn" in " ".join(limits_of_the_numbers(few))
         and set(few.queries.row) <= set(range(240))
         and (y[few.queries.row] == few.queries.label).all()
     )
@@ -107,7 +107,9 @@ def test_large_collection_is_sampled(spaces):
 def test_missing_unseen_classes_are_noted(spaces):
     x, z, y = spaces
     only = compare_spaces(x, z, y, seen=range(12))
-    assert "no row of an unseen class" in " ".join(reading_notes(only)) and "unseen" not in summary_sentence(only)
+    assert "no row of an unseen class" in " ".join(limits_of_the_numbers(only)) and "unseen" not in summary_sentence(
+        only
+    )
 
 
 def test_summary_says_gain_or_loss_only_if_interval_excludes_zero(c):
@@ -128,8 +130,12 @@ def test_collapse_warning_depends_on_rank_not_on_mean_cosine():
     )
     assert (
         effective_rank_stats(flat).effective_rank < 2.1
-        and collapse_warning(effective_rank_stats(x), RankStats(0, 0.19 * effective_rank_stats(x).effective_rank))
-        and not collapse_warning(effective_rank_stats(x), RankStats(0, 0.21 * effective_rank_stats(x).effective_rank))
+        and collapse_warning(
+            effective_rank_stats(x), EffectiveRankStats(0, 0.19 * effective_rank_stats(x).effective_rank)
+        )
+        and not collapse_warning(
+            effective_rank_stats(x), EffectiveRankStats(0, 0.21 * effective_rank_stats(x).effective_rank)
+        )
     )
 
 

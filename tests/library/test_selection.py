@@ -22,7 +22,7 @@ from ega.selection import (
     score_candidates,
     select_adapter,
 )
-from ega.statistics import cluster_bootstrap
+from ega.statistics import cluster_bootstrap_means
 
 
 def world(seed, shared=True, classes=12, n=14, d=12):
@@ -149,8 +149,8 @@ def test_simultaneous_bounds_cover_all_candidates_at_once():
     changes, (classes, _) = random_changes(6)
     rng = np.random.default_rng(0)
     columns = np.stack([c[1] for c in changes.values()], 1)
-    cluster_bootstrap(columns, classes, rng, n_boot=1000)  # the draws of the seen changes come first
-    draws = 100 * cluster_bootstrap(columns, classes, rng, n_boot=1000)
+    cluster_bootstrap_means(columns, classes, rng, n_boot=1000)  # the draws of the seen changes come first
+    draws = 100 * cluster_bootstrap_means(columns, classes, rng, n_boot=1000)
     table = score_candidates(
         changes, (classes, classes), max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0)
     ).iloc[1:]

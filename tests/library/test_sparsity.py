@@ -10,10 +10,10 @@ from ega.losses import triplet
 from ega.sparsity import (
     active_ratio,
     class_index,
-    draw_dataset_uniforms,
+    dataset_triplets_from_numbers,
     random_batch_triplets,
     random_dataset_triplets,
-    sample_dataset_triplets,
+    random_numbers_for_dataset_triplets,
     triplet_active_ratio,
 )
 
@@ -66,12 +66,16 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
     "The positive is uniform over the class, the anchor included; a row alone in its class is then its own positive."
     y = torch.tensor([0] * 4 + [1] * 10 + [2])
     index, g, own = class_index(y), gen(), torch.zeros(20_000, dtype=torch.long)
-    t, valid = sample_dataset_triplets(index, own, draw_dataset_uniforms(len(own), g), self_positive=True)
+    t, valid = dataset_triplets_from_numbers(
+        index, own, random_numbers_for_dataset_triplets(len(own), g), self_positive=True
+    )
     share = torch.bincount(t.p, minlength=15).double()[:4] / len(own)
     assert valid.all() and (abs(share - 0.25) < 4 * (0.25 * 0.75 / len(own)) ** 0.5).all() and (y[t.n] != 0).all()
     lone = torch.tensor([14])
     for allowed in (False, True):
-        t, valid = sample_dataset_triplets(index, lone, draw_dataset_uniforms(1, g), self_positive=allowed)
+        t, valid = dataset_triplets_from_numbers(
+            index, lone, random_numbers_for_dataset_triplets(1, g), self_positive=allowed
+        )
         assert bool(valid) == allowed and (not allowed or t.p == lone)
 
 

@@ -18,10 +18,10 @@ from ega.statistics import (
     bootstrap,
     bootstrap_worst,
     class_means,
-    cluster_bootstrap,
-    consistent_counts,
-    consistent_seed_counts,
+    cluster_bootstrap_means,
     design_effect,
+    hit_counts_matching_printed,
+    hit_counts_matching_printed_mean_sd,
     holm,
     null_lead_probability,
     paired_test,
@@ -62,7 +62,7 @@ def test_cluster_bootstrap_has_the_distribution_of_the_nested_loop():
     classes = np.repeat(np.arange(6), [1, 2, 5, 9, 20, 40])
     values = rng.normal(size=77) + classes
     fast, slow = (
-        cluster_bootstrap(values, classes, np.random.default_rng(1), n_boot=20_000),
+        cluster_bootstrap_means(values, classes, np.random.default_rng(1), n_boot=20_000),
         nested_loop(values, classes, np.random.default_rng(2), 5000),
     )
     sd = slow.std()
@@ -80,7 +80,7 @@ def test_cluster_bootstrap_of_two_classes_has_the_enumerated_distribution():
     for j in range(3):
         exact[j + 2] += comb(2, j) / 4 / 2
     exact[4] += 1 / 4
-    means = cluster_bootstrap([0.0, 1, 1, 1], [0, 0, 1, 1], np.random.default_rng(3), n_boot=40_000)
+    means = cluster_bootstrap_means([0.0, 1, 1, 1], [0, 0, 1, 1], np.random.default_rng(3), n_boot=40_000)
     assert np.abs(np.bincount(np.round(means * 4).astype(int), minlength=5) / 40_000 - exact).max() < 0.01
 
 
@@ -101,9 +101,9 @@ def test_a_class_drawn_twice_gets_independent_queries():
     plus v/2n; the tolerance is 4 standard errors of a variance of normal values.
     """
     v, c = np.array([0.0, 1] * 5 + [3.0, 4] * 5), np.repeat([0, 1], 10)
-    got = cluster_bootstrap(v, c, np.random.default_rng(12), n_boot=40_000).var()
+    got = cluster_bootstrap_means(v, c, np.random.default_rng(12), n_boot=40_000).var()
     assert abs(got / (9 / 8 + 0.25 / 20) - 1) < 4 * (2 / 40_000) ** 0.5
-    within = cluster_bootstrap(
+    within = cluster_bootstrap_means(
         v - 3 * c, c, np.random.default_rng(12), n_boot=40_000
     ).var()  # equal class means: only the queries vary
     assert abs(within / (0.25 / 20) - 1) < 4 * (2 / 40_000) ** 0.5
@@ -113,14 +113,14 @@ def test_bootstrap_of_26_columns_is_fast():
     "One matrix product for all columns; gathering all draws took 5 s."
     classes, values = np.repeat(np.arange(10), 1000), np.random.default_rng(0).random((10_000, 26))
     start = time.process_time()
-    cluster_bootstrap(values, classes, np.random.default_rng(1), n_boot=1000)
+    cluster_bootstrap_means(values, classes, np.random.default_rng(1), n_boot=1000)
     assert time.process_time() - start < 2
 
 
 def test_bootstrap_memory_of_one_large_class_is_bounded():
     "20 million draws; 2,000 x 10,000 counts at once would be 160 MB."
     tracemalloc.start()
-    cluster_bootstrap(np.ones(10_000), np.zeros(10_000, int), np.random.default_rng(0))
+    cluster_bootstrap_means(np.ones(10_000), np.zeros(10_000, int), np.random.default_rng(0))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60e6
@@ -131,7 +131,7 @@ def test_bootstrap_variance_equals_the_two_stage_formula():
     rng = np.random.default_rng(4)
     v = rng.normal(size=(30, 12)) + rng.normal(size=(30, 1))
     expected = (v.mean(1).var() + v.var(1).mean() / 12) / 30
-    got = cluster_bootstrap(v.ravel(), np.repeat(np.arange(30), 12), rng, n_boot=20_000).var()
+    got = cluster_bootstrap_means(v.ravel(), np.repeat(np.arange(30), 12), rng, n_boot=20_000).var()
     assert abs(got / expected - 1) < 4 * (2 / 20_000) ** 0.5
 
 
@@ -146,7 +146,7 @@ def test_bootstrap_of_ten_thousand_values_takes_under_a_second():
 def test_the_same_generator_gives_paired_differences():
     rng = np.random.default_rng(6)
     classes, a, b = np.repeat(np.arange(9), 7), rng.random(63), rng.random(63)
-    draw = lambda v: cluster_bootstrap(v, classes, spawn_rngs(3).eval, n_boot=50)
+    draw = lambda v: cluster_bootstrap_means(v, classes, spawn_rngs(3).eval, n_boot=50)
     assert np.allclose(draw(a) - draw(b), draw(a - b)) and np.allclose(
         draw(np.stack([a, b], 1)), np.stack([draw(a), draw(b)], 1)
     )
@@ -169,7 +169,7 @@ def test_bootstrap_worst_takes_the_minimum_within_each_replicate():
     rng = np.random.default_rng(7)
     sets = [(rng.random(40) < p, np.repeat(np.arange(8), 5)) for p in (0.5, 0.55, 0.9)]
     got, stream = bootstrap_worst(sets, np.random.default_rng(8), n_boot=300), np.random.default_rng(8)
-    means = np.min([cluster_bootstrap(v, c, stream, n_boot=300) for v, c in sets], 0)
+    means = np.min([cluster_bootstrap_means(v, c, stream, n_boot=300) for v, c in sets], 0)
     assert np.isclose(got.mean, min(v.mean() for v, _ in sets)) and np.allclose(
         got[1:], np.quantile(means, [0.025, 0.975])
     )
@@ -369,14 +369,14 @@ def test_consistent_counts_contain_the_true_count(n, data, places):
     k = data.draw(st.integers(0, n))
     for rounding in (ROUND_HALF_UP, ROUND_HALF_EVEN):
         text = str((Decimal(k) / n).quantize(Decimal(1).scaleb(-places), rounding))
-        assert k in consistent_counts(text, n)
+        assert k in hit_counts_matching_printed(text, n)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 300))
 def test_consistent_counts_equal_brute_force(value, n):
     text = f"{value / 1000:.3f}"
-    assert list(consistent_counts(text, n)) == [
+    assert list(hit_counts_matching_printed(text, n)) == [
         k for k in range(n + 1) if abs(Decimal(k) / n - Decimal(text)) <= Decimal("0.0005")
     ]
 
@@ -390,11 +390,11 @@ def test_consistent_seed_counts_equal_brute_force():
         and abs(np.mean(k) / n - 0.611) <= 0.0005 + 1e-12
         and abs(np.std(k) / n - 0.042) <= 0.0005 + 1e-12
     ]
-    assert consistent_seed_counts(mean, sd, n) == brute
+    assert hit_counts_matching_printed_mean_sd(mean, sd, n) == brute
     made = (95, 103, 110)
     assert (
-        made in consistent_seed_counts(f"{np.mean(made) / 168:.3f}", f"{np.std(made) / 168:.3f}", 168)
-        and consistent_seed_counts("0.612", "0.020", 168) == []
+        made in hit_counts_matching_printed_mean_sd(f"{np.mean(made) / 168:.3f}", f"{np.std(made) / 168:.3f}", 168)
+        and hit_counts_matching_printed_mean_sd("0.612", "0.020", 168) == []
     )
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from ega.adapters import BoundedAdapter, LinearAdapter, ReleasedEGA, transform
+from ega.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, spawn_rngs, torch_generator
 from ega.losses import supcon, triplet_violations
 from ega.metrics import displacement
-from ega.sparsity import Triplets, class_index, sample_dataset_triplets
+from ega.sparsity import Triplets, class_index, dataset_triplets_from_numbers
 from ega.testing import error_message
 from ega.theory import (
     TrajectoryRecorder,
@@ -18,11 +18,11 @@ from ega.theory import (
     effective_rank,
     gradient_subspace,
     jacobian,
-    jacobian_frobenius,
+    jacobian_energy_in_subspace,
     jacobian_spectral_norms,
+    jacobian_squared_frobenius_norm,
     jvp,
     sgd,
-    subspace_energy,
     triplet_gradient_norms,
     triplet_gradients,
 )
@@ -90,12 +90,14 @@ def test_spectral_norm_increases_to_the_exact_value():
 def test_frobenius_norm_is_unbiased_and_its_error_is_right():
     adapter, x = random_adapter()
     exact = (jacobian(adapter, x) ** 2).sum((1, 2))
-    assert torch.allclose(jacobian_frobenius(adapter, x)[0], exact)
+    assert torch.allclose(jacobian_squared_frobenius_norm(adapter, x)[0], exact)
     runs, claimed = map(
         torch.stack,
         zip(
             *(
-                jacobian_frobenius(adapter, x, gen=torch.Generator().manual_seed(s), n_probes=4, chunk_size=9)
+                jacobian_squared_frobenius_norm(
+                    adapter, x, gen=torch.Generator().manual_seed(s), n_probes=4, chunk_size=9
+                )
                 for s in range(24)
             )
         ),
@@ -131,7 +133,7 @@ def test_gradient_subspace_gives_the_projector():
         subspace.basis @ subspace.basis.T, torch.eye(4, dtype=torch.float64), atol=1e-10
     )
     assert torch.allclose(subspace.basis.T @ subspace.basis, P, atol=1e-8)
-    assert torch.allclose(subspace_energy(adapter, x, subspace.basis).sum(1), ((J @ P) ** 2).sum((1, 2)))
+    assert torch.allclose(jacobian_energy_in_subspace(adapter, x, subspace.basis).sum(1), ((J @ P) ** 2).sum((1, 2)))
     assert torch.allclose(subspace.singular_values, torch.linalg.svdvals(rows), atol=1e-7)
     assert "no triplet is active" in error_message(lambda: gradient_subspace(torch.zeros(3, 7)))
 
@@ -177,7 +179,7 @@ def trajectory_of(optimizer, eta=0.5, steps=6):
         ),
     )
     if optimizer == "sgd":
-        sgd(adapter, recorder, ROWS, torch.tensor([0, 0, 1, 2]), streams=spawn_rngs(0), lr=eta, steps=steps)
+        sgd(adapter, recorder, ROWS, torch.tensor([0, 0, 1, 2]), rngs=spawn_rngs(0), lr=eta, steps=steps)
     else:
         engine = torch.optim.AdamW(adapter.parameters(), lr=eta, weight_decay=0.0)
         for _ in range(steps):
@@ -219,7 +221,7 @@ def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
     seen, index = y < 4, class_index(y[y < 4])
 
     def sample_triplets(y, rows, u):
-        return sample_dataset_triplets(index, rows, u)
+        return dataset_triplets_from_numbers(index, rows, u)
 
     adapter = ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)).double()
     recorder = TrajectoryRecorder(
@@ -230,7 +232,7 @@ def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
         margin=0.2,
         tol=1e-4,
     )
-    sgd(adapter, recorder, x[seen], y[seen], streams=spawn_rngs(0), lr=lr, steps=6, batch_size=64)
+    sgd(adapter, recorder, x[seen], y[seen], rngs=spawn_rngs(0), lr=lr, steps=6, batch_size=64)
     trajectory = recorder.trajectory(adapter)
     bounds = drift_bounds(trajectory, lr)
     for lower, upper in zip(bounds[:-1], bounds[1:]):
@@ -245,7 +247,7 @@ def test_the_remainder_of_a_step_is_of_second_order():
         adapter = LinearAdapter(12).double()
         recorder = TrajectoryRecorder(pairwise_objective(supcon), x[60:], gen=torch.Generator().manual_seed(0))
         return recorder.trajectory(
-            sgd(adapter, recorder, x[:60], y[:60], streams=spawn_rngs(0), lr=lr, steps=1)
+            sgd(adapter, recorder, x[:60], y[:60], rngs=spawn_rngs(0), lr=lr, steps=1)
         ).remainder.sum()
 
     assert 3.9 < one(2e-3) / one(1e-3) < 4.1
@@ -260,7 +262,7 @@ def test_recording_does_not_change_the_training():
         inner,
         torch.tensor(x[:5]),
         gen=torch.Generator().manual_seed(0),
-        sample_triplets=lambda y, rows, u: sample_dataset_triplets(index, rows, u),
+        sample_triplets=lambda y, rows, u: dataset_triplets_from_numbers(index, rows, u),
         margin=0.2,
         every=4,
     )
@@ -293,7 +295,7 @@ def test_effective_rank():
 def test_displacement_of_a_bounded_adapter_stays_within_eps(eps):
     "Gradient ascent on the displacement over the weights and the inputs, from large random weights."
     gen = torch_generator(spawn_rngs(5).init)
-    adapter = BoundedAdapter(ReleasedEGA(6, hidden=8, gen=gen), eps).double()
+    adapter = BoundedDisplacementAdapter(ReleasedEGA(6, hidden=8, gen=gen), eps).double()
     with torch.no_grad():
         for p in adapter.parameters():
             p.add_(torch.randn(p.shape, generator=gen, dtype=p.dtype))
@@ -315,21 +317,22 @@ def test_bounded_adapter_starts_as_the_identity_and_a_large_bound_changes_nothin
     gen = torch_generator(spawn_rngs(6).init)
     inner = ReleasedEGA(6, hidden=8, gen=gen)
     x = nn.functional.normalize(torch.randn(20, 6, generator=gen), dim=1)
-    assert (BoundedAdapter(inner, 0.1)(x) - x).abs().max() < 1e-6
+    assert (BoundedDisplacementAdapter(inner, 0.1)(x) - x).abs().max() < 1e-6
     with torch.no_grad():
         inner.branch[3].weight.add_(0.002 * torch.randn(6, 8, generator=gen))
     assert (
-        torch.allclose(BoundedAdapter(inner, 1.9)(x), inner(x), atol=1e-4) and (inner(x) - x).norm(dim=1).max() > 1e-3
+        torch.allclose(BoundedDisplacementAdapter(inner, 1.9)(x), inner(x), atol=1e-4)
+        and (inner(x) - x).norm(dim=1).max() > 1e-3
     )
-    z = transform(BoundedAdapter(inner, 0.1), x, device="cpu")
+    z = transform(BoundedDisplacementAdapter(inner, 0.1), x, device="cpu")
     assert displacement(z, x.numpy()).max() <= 0.1 + 1e-6
     for bad in (0, 2.1, float("nan")):
-        assert "(0, 2)" in error_message(lambda: BoundedAdapter(inner, bad), InputError)
+        assert "(0, 2)" in error_message(lambda: BoundedDisplacementAdapter(inner, bad), InputError)
 
 
 def test_bounded_adapter_can_be_trained():
     x, y = (v.float().numpy() if v.is_floating_point() else v.numpy() for v in classes_on_a_sphere())
-    adapter = BoundedAdapter(ReleasedEGA(12, hidden=16, gen=torch_generator(spawn_rngs(0).init)), 0.4)
+    adapter = BoundedDisplacementAdapter(ReleasedEGA(12, hidden=16, gen=torch_generator(spawn_rngs(0).init)), 0.4)
     history = train(
         adapter,
         pairwise_objective(supcon),

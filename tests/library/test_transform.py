@@ -849,7 +849,7 @@ def test_product_share_of_bare_products_is_one(tmp_path, monkeypatch):
             Path(target).touch()
 
         monkeypatch.setattr(throughput, "transform_file", products)
-        found = throughput.product_share(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
+        found = throughput.fraction_of_matmul_speed(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
         assert 0.6 * share < found["share_cpu"] < 1.5 * share and not list(
             tmp_path.iterdir()
         )  # other processes on the machine change the timing
