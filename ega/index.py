@@ -97,7 +97,7 @@ def as_transform(
     adapter = getattr(adapter, "adapter_", adapter)  # set by a fitted EmbeddingAdapter
     if isinstance(adapter, np.ndarray):
         return _from_matrix(adapter, hash_arrays(check_embeddings(adapter, "matrix")))
-    if isinstance(adapter, LinearMap) and adapter.matrix_ is not None:
+    if isinstance(adapter, LinearMap) and hasattr(adapter, "matrix_"):
         fingerprint = hash_arrays(adapter.matrix_, adapter.mean_)
         if not adapter.mean_.any():
             return _from_matrix(adapter.matrix_.T, fingerprint)

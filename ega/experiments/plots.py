@@ -29,7 +29,7 @@ METHOD_STYLES = {
     "lora_triplet": MethodStyle("LoRA triplet", "#6A1B5E", "^"),
     "ega_preserve": MethodStyle("EGA + preserve", "#B8860B", "h"),
     "supcon_preserve": MethodStyle("SupCon + preserve", "#7A5C00", "X"),
-    "whitened_supcon": MethodStyle("white + linear", "#000000", "*"),
+    "whitened_supcon": MethodStyle("whitened SupCon", "#000000", "*"),
 }
 
 # %% ../../nbs/experiments/07_plots.ipynb #look
