@@ -363,6 +363,7 @@ def embed(
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
+    >>> from ega.embed import embed
     >>> class LetterCounts:
     ...     modality, name, preprocessing, weights = "text", "letters", "lower case", "none"
     ...     def prepare(self, text):

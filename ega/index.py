@@ -459,6 +459,8 @@ class AdaptedIndex(_IndexFiles):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from ega import AdaptedIndex
     >>> index = AdaptedIndex(np.diag([3.0, 1.0]).astype("float32")).add(np.eye(2), ids=["a", "b"])
     >>> index.search(np.array([[0.6, 0.8]]), k=1).I.tolist()
     [['a']]
@@ -808,6 +810,7 @@ class IndexStore(_IndexVersions):
 
     Examples
     --------
+    >>> from ega.index import IndexStore
     >>> IndexStore("no such folder").versions()
     []
     """

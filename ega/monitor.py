@@ -247,7 +247,8 @@ class Monitor(_MonitorState):
 
     Examples
     --------
-    >>> from ega import normalize
+    >>> import numpy as np
+    >>> from ega import Monitor, normalize
     >>> rng = np.random.default_rng(0)
     >>> reference, usual = normalize(rng.normal(size=(200, 8)) + 2), normalize(rng.normal(size=(20, 8)) + 2)
     >>> monitor = Monitor.fit(reference, np.eye(8, dtype="float32"), horizon=10)

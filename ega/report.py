@@ -719,7 +719,10 @@ def write_report(
     Examples
     --------
     >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
     >>> from ega import EmbeddingAdapter
+    >>> from ega.report import write_report
     >>> rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     >>> X = rng.normal(size=(12, 8))[y] + rng.normal(size=(120, 8))
     >>> adapter = EmbeddingAdapter("wccn").fit(X[:80], y[:80])

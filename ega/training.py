@@ -451,6 +451,8 @@ def train(
         The default is CUDA when there is one, otherwise the CPU.
     checkpoint : path-like, optional
         File to resume from when it exists; written every `checkpoint_interval` seconds, removed at the end.
+    checkpoint_interval : float, default=10.0
+        Seconds between two checkpoints.
     progress : bool, default=False
         Show a progress bar with loss and active ratio.
 

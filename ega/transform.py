@@ -642,6 +642,7 @@ def transform_file(
     >>> from pathlib import Path
     >>> import numpy as np
     >>> from ega.adapters import LinearAdapter
+    >>> from ega.transform import transform_file
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     np.save(Path(folder) / "x.npy", np.eye(4, dtype="float32"))
     ...     result = transform_file(LinearAdapter(4), Path(folder) / "x.npy", Path(folder) / "z.npy", device="cpu")

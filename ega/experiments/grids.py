@@ -387,7 +387,7 @@ def _read_cached(path, types):
     if not path.exists():
         return pd.DataFrame(columns=list(types))
     try:
-        table = _read_cached_csv(path, types) if path.suffix == ".csv" else pd.read_parquet(path)
+        table = _read_cached_csv(path, types) if path.suffix == ".csv" else open_parquet(path).read().to_pandas()
         for column in types:
             if column not in table:
                 raise KeyError(f"no column {column}")

@@ -562,7 +562,7 @@ def test_command_evaluate_prints_80_columns(fitted, tmp_path, capsys):
     assert lines[0].split()[1:] == ["seen", "seen", "unseen", "unseen"]
     assert lines[1].split()[1:] == ["seen", "mixed", "unseen", "mixed"]
     assert lines[2].split()[1:] == [str(n) for n in frame.n_queries]
-    assert lines[-1].split()[1:] == [f"{frame.capture_adapted.iloc[-1]:.2f}"]
+    assert lines[-1].split()[1:] == [f"{frame.capture_rate_adapted.iloc[-1]:.2f}"]
 
 
 def test_seen_and_unseen_classes_are_evaluated_apart(fitted):

@@ -164,13 +164,10 @@ def test_decompression_bombs_are_refused(tmp_path, count):
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(content)
         outcome, said, seconds, megabytes = attempt(lambda f: calls[name](f / name), tmp_path)
-        assert outcome == "refused" and "unfold" in said and megabytes < MEGABYTES and len(content) < 2e6, (
-            name,
-            outcome,
-            said,
-            megabytes,
-            len(content),
-        )
+        said = said.replace(str(tmp_path), "")
+        reason = "metadata" if name == "pack.parquet" else "decompress"  # a pack's metadata is read first
+        assert outcome == "refused" and reason in said, (name, outcome, said)
+        assert megabytes < MEGABYTES and len(content) < 2e6, (name, megabytes, len(content))
     count("decompression bombs", len(bombs))
 
 
@@ -307,6 +304,7 @@ def test_encoder_weights_are_read_as_tensors_only(tmp_path, monkeypatch, library
 
 def test_pickled_datasets_are_checked_by_hash_first(tmp_path, monkeypatch):
     "CIFAR comes as pickles; torchvision reads them only when their MD5 is the known one."
+    datasets.patch_torchvision()
     pytest.importorskip("torchvision")
     mark, _ = planted(tmp_path)
     folder = tmp_path / "cifar-10-batches-py"
@@ -391,7 +389,7 @@ def test_csv_reads_no_images_outside_its_folder(tmp_path, name):
     (tmp_path / "t").mkdir()
     (tmp_path / "secret.png").write_bytes(png((1, 2, 3)))
     (tmp_path / "t" / "t.csv").write_text(f"image,label\n{name.format(root=tmp_path)},a\n")
-    with pytest.raises(InputError, match="below the table"):
+    with pytest.raises(InputError, match="in the folder of this file or below"):
         datasets.read_csv_source(tmp_path / "t" / "t.csv")
 
 

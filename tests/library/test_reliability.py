@@ -93,7 +93,7 @@ def embedded(folder):
     try:
         embed.embed(source, Letters(), folder / "p.parquet", shard_rows=4, batch_size=2, threads=1, progress=False)
     except InputError as error:
-        assert "there already" in str(error)  # and what a kill left beside it is gone
+        assert "exists already" in str(error)  # and what a kill left beside it is gone
     return (folder / "p.parquet").read_bytes()
 
 
@@ -573,20 +573,20 @@ def test_commands_name_a_folder_that_is_not_writable(capfd, count):
 
 BITS = """
 import json, sys; sys.path.insert(0, {tests!r})
-from ega.adapters import transform
 from test_reliability import *
+from ega.adapters import transform
 from threadpoolctl import threadpool_limits
 x = normalize(np.random.default_rng(0).normal(size=(600, 96))); y = np.arange(600) % 20
 for n in (1, 2, 2):
     torch.set_num_threads(n); threadpool_limits(n)
-    f = ReleasedEGA(96, hidden=256, gen=torch_generator(streams(0).init))
+    f = ReleasedEGA(96, hidden=256, gen=torch_generator(spawn_rngs(0).init))
     config = training.TrainConfig(epochs=2, batch_size=128)
     training.train(f, training.batch_triplet_objective(.2), x, y, rngs=spawn_rngs(0), config=config, device="cpu")
     z = transform(f, x, device="cpu")
     made = {{"train": [p.numpy() for p in f.state_dict().values()], "transform": [z]}}
     made |= {{"wccn": [WCCN().fit(x, y).matrix_], "search": list(knn(x[:300], x[300:], 5))}}
     made |= {{"leave one out": list(loo_knn(x, 5))}}
-    print(json.dumps({{k: fingerprint(*v) for k, v in made.items()}} | {{"z": z.ravel()[:999].tolist()}}))
+    print(json.dumps({{k: hash_arrays(*v) for k, v in made.items()}} | {{"z": z.ravel()[:999].tolist()}}))
 """
 
 

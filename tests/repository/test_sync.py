@@ -51,5 +51,5 @@ def test_each_way_out_of_step_is_named(tree):
 
 
 def test_an_edited_notebook_is_named_by_its_module(tree):
-    edit(tree / "nbs/library/01_arrays.ipynb", "Refuse rows", "Refuse all rows")
+    edit(tree / "nbs/library/01_arrays.ipynb", "Return `z`, or raise", "Return z, or raise")
     assert [line.split(":")[0] for line in complaints(tree)] == ["ega/arrays.py"]

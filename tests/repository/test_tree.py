@@ -106,7 +106,9 @@ def test_one_version():
 def test_security_names_existing_tests():
     "SECURITY.md says what is promised and what shows it."
     known = {
-        name for f in (root / "tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", f.read_text(), re.M)
-    } | {f.stem for f in (root / "tests").glob("test_*.py")}
+        name
+        for f in (root / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", f.read_text(), re.M)
+    } | {f.stem for f in (root / "tests").rglob("test_*.py")}
     named = re.findall(r"`(test_\w+)(?:\.py)?`", (root / "SECURITY.md").read_text())
     assert len(named) > 9 and not set(named) - known
