@@ -1,4 +1,4 @@
-"""API pages: one for each module, in the groups of the chapters, with the comments behind parameters as their explanation."""
+"""API pages: one for each module, in the groups of the chapters, with the comments behind parameters."""
 
 import ast
 import importlib

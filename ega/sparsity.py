@@ -91,7 +91,7 @@ def random_dataset_triplets(
     *,
     gen: torch.Generator,  # on the same device
 ) -> Triplets:  # row numbers, (T,) each, T <= B: anchors that are alone in their class are left out
-    "Draw valid triplets from the data set: `dataset_triplets_from_numbers(index, anchors, random_numbers_for_dataset_triplets(B, gen))`."
+    "Draw random numbers and return the valid triplets that `dataset_triplets_from_numbers` makes of them."
     if len(index.count) < 2:
         raise InputError(
             f"triplets need at least 2 classes, got {len(index.count)}; negatives come from another class: add one"
@@ -107,7 +107,7 @@ def random_batch_triplets(
     *,
     gen: torch.Generator,  # on the same device
 ) -> Triplets:  # positions in the batch, (T,) each, T <= B: anchors without a positive or a negative are left out
-    "Draw valid triplets from the batch: `batch_triplets_from_numbers(y, random_numbers_for_batch_triplets(B, gen))`."
+    "Draw random numbers and return the valid triplets that `batch_triplets_from_numbers` makes of them."
     triplets, valid = batch_triplets_from_numbers(y, random_numbers_for_batch_triplets(len(y), gen))
     return Triplets(*(part[valid] for part in triplets))
 

@@ -430,7 +430,7 @@ def hostile_csv(folder):
 # -- the readers -------------------------------------------------------------------------------------------
 
 Reader = namedtuple("Reader", "make read strict step", defaults=(False, 1))
-# make: folder -> names of files; read: folder -> a value; strict: an accepted file must give the value of the valid one;
+# make: folder -> names of files; read: folder -> a value; strict: an accepted file must give the valid value;
 # step: every step-th damage is tried
 READERS = {}
 

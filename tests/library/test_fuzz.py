@@ -49,7 +49,7 @@ def lines(process, silence):
 
 @pytest.fixture(scope="session")
 def told(tmp_path_factory, pytestconfig):
-    "The outcome of each file: {reader: [dict]}. A process that dies or hangs is replaced; its file counts as a failure."
+    "The outcome of each file: {reader: [dict]}. A process that dies or hangs is replaced; its file has failed."
     left, said = list(READERS), {name: [] for name in READERS}
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     while left:

@@ -198,7 +198,7 @@ def test_folds_leave_every_class_out_once(pytestconfig, count):
 
 
 def test_triplets_are_legal(pytestconfig, count):
-    "The positive is another row of the anchor's class, the negative of another class; only anchors without either are dropped."
+    "The positive is another row of the anchor's class, the negative of another class; only anchors without either go."
 
     def check(y, seed):
         y, gen = torch.from_numpy(y[y >= 0]), torch.Generator().manual_seed(seed)
@@ -281,7 +281,7 @@ def test_intervals_contain_their_mean(pytestconfig, count):
 
 
 def test_selection_respects_max_unseen_loss(pytestconfig, count):
-    "The chosen bound respects max_unseen_loss; a larger one never lowers the gain; the order of candidates is irrelevant."
+    "The chosen bound respects max_unseen_loss; a larger one never lowers the gain; candidate order is irrelevant."
 
     def check(seed, max_unseen_loss, gains):
         rng = np.random.default_rng(seed)

@@ -117,7 +117,8 @@ def test_links_are_not_dead(page):
 
 def test_a_dead_link_is_named(tmp_path):
     (tmp_path / "page.md").write_text(
-        "# A b, c\n[a](page.md) [b](gone.md) [c](https://example.org) [d](#here) [e](#a-b-c) [f](x.ipynb#A-b) ![g](g.png)\n"
+        "# A b, c\n[a](page.md) [b](gone.md) [c](https://example.org) [d](#here) [e](#a-b-c) [f](x.ipynb#A-b) "
+        "![g](g.png)\n"
         "```\n[h](gone)\n```"
     )
     (tmp_path / "x.ipynb").write_text(
