@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_TRAIN_ROWS', 'RIDGE_GRID', 'IndexTransform', 'as_transform', 'save_transform', 'load_transform', 'AdaptedIndex',
-           'to_pretransform', 'DistilledMap', 'distill', 'query_only_map', 'rescale_for_query_only', 'mapped_norms',
+           'to_pretransform', 'DistilledMap', 'distill', 'map_queries_only', 'rescale_for_query_only', 'mapped_norms',
            'QueryOnlyFit', 'fit_query_only', 'IndexStore', 'SentenceAdapter']
 
 # %% ../nbs/library/24_index.ipynb #b8c0bff3
@@ -86,7 +86,7 @@ def _chain(steps):
 def as_transform(
     adapter: Any,  # module of ega.adapters or its file, closed form, estimator, matrix (d', d), list, or custom object
 ) -> IndexTransform:
-    "The adapter as a `Transform`. Raises `InputError` for anything that is no adapter."
+    "Wrap an adapter as an `IndexTransform`. Raises `InputError` for anything that is no adapter."
     if isinstance(adapter, IndexTransform):
         return adapter
     if isinstance(adapter, (str, Path)):
@@ -627,7 +627,7 @@ def distill(
     return DistilledMap(B, cosines[best], float((found == exact).mean()), RIDGE_GRID[best])
 
 # %% ../nbs/library/24_index.ipynb #query-only
-def query_only_map(
+def map_queries_only(
     xq: np.ndarray,  # (nq, d) raw unit queries
     adapter: Any,  # linear; anything as_transform accepts
 ) -> np.ndarray:  # (nq, d) unit rows, for inner-product search among raw or rescaled stored rows
@@ -640,7 +640,7 @@ def rescale_for_query_only(
     xb: np.ndarray,  # (nb, d) raw stored rows
     adapter: Any,  # linear; anything as_transform accepts
 ) -> np.ndarray:  # (nb, d) rows of norm 1/||Ax||
-    "Stored rows divided by ||Ax||, with which inner-product search of `query_only_map` is exact."
+    "Stored rows divided by ||Ax||, with which inner-product search of `map_queries_only` is exact."
     return check_embeddings(xb, "xb") / mapped_norms(xb, adapter)[:, None]
 
 
@@ -664,7 +664,7 @@ def _matrix_of(adapter):
 
 # %% ../nbs/library/24_index.ipynb #even
 class QueryOnlyFit(NamedTuple):
-    "A matrix for `query_only_map` among unchanged rows, and its AR@1 on held-out rows beside that of the adapter."
+    "A matrix for `map_queries_only` among unchanged rows, and its AR@1 on held-out rows beside that of the adapter."
 
     matrix: np.ndarray  # (d', d)
     ar_at_1: float  # with this matrix
@@ -688,7 +688,7 @@ def fit_query_only(
     best = int(np.argmin(errors))
     B = candidates[best]
     exact = knn(z[held], z[fitted], 1).I
-    found = [knn(query_only_map(x[held], M), x[fitted], 1).I for M in (B, A)]
+    found = [knn(map_queries_only(x[held], M), x[fitted], 1).I for M in (B, A)]
     ar_at_1, adapter_ar_at_1 = (float((I == exact).mean()) for I in found)
     return QueryOnlyFit(B, ar_at_1, adapter_ar_at_1, RIDGE_GRID[best])
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lp_at_k', 'ar_at_k', 'loo_lp_at_k', 'displacement', 'PairStats', 'pair_separation', 'pair_distances',
-           'cosine_std_of_negative_pairs', 'pair_stats']
+           'cosine_std_of_negative_pairs', 'random_pair_separation']
 
 # %% ../nbs/library/13_metrics.ipynb #ab5e0e57
 from typing import NamedTuple
@@ -201,7 +201,7 @@ def pair_separation(
     pos: np.ndarray,  # (pairs,) distances of positive pairs, in [0, 2]
     neg: np.ndarray,  # (pairs,) distances of negative pairs
 ) -> PairStats:  # auc, mean distances d_pos and d_neg, overlap
-    "How well distances separate positive from negative pairs."
+    "AUC, mean distances and overlap of positive-pair and negative-pair distances."
     from sklearn.metrics import roc_auc_score
 
     is_negative = np.repeat([0, 1], [len(pos), len(neg)])
@@ -242,7 +242,7 @@ def cosine_std_of_negative_pairs(
     return float(cosines.std())
 
 
-def pair_stats(
+def random_pair_separation(
     x: np.ndarray,  # (n, d) unit rows
     y: np.ndarray,  # (n,) int labels; -1 rows are ignored
     rng: np.random.Generator,

@@ -452,7 +452,7 @@ def read_pack(path: Path | str, *, verify: bool = True) -> EmbeddingSet:
 
 # %% ../nbs/library/04_packs.ipynb #classsplit
 class ClassSplit(NamedTuple):
-    "Class numbers, ascending."
+    "The seen and the unseen classes of a split, each as ascending class numbers."
 
     seen: np.ndarray  # int64: classes to fit on
     unseen: np.ndarray  # int64: classes left out

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SEEN_UNSEEN_GROUPS', 'CURVE_STRENGTHS', 'assign_seen_unseen_groups', 'query_outcomes', 'summarize_groups',
            'summarize_classes', 'strength_curve', 'EffectiveRankStats', 'effective_rank_stats', 'collapse_warning',
-           'ivf_recall_curve', 'Comparison', 'compare_spaces', 'summary_sentence', 'limits_of_the_numbers',
-           'example_queries', 'write_comparison', 'write_report']
+           'ivf_recall_curve', 'Comparison', 'compare_spaces', 'summary_sentence', 'caveats', 'example_queries',
+           'write_comparison', 'write_report']
 
 # %% ../nbs/library/27_report.ipynb #823b6449
 import base64
@@ -42,7 +42,7 @@ def assign_seen_unseen_groups(
     seen: Collection[int],  # labels of the classes the adapter was trained on
     fitted: Any,  # row numbers the adapter was trained on, or None where they are not known
 ) -> np.ndarray:  # (n,) names from SEEN_UNSEEN_GROUPS
-    "The group of each row."
+    "Label each row as trained on, seen, unseen or unlabelled, from its class and whether it was fitted on."
     is_seen = np.isin(y, list(seen))
     groups = np.where(y < 0, "unlabelled", np.where(is_seen, "seen", "unseen")).astype(object)
     if fitted is not None:
@@ -275,7 +275,7 @@ def summary_sentence(
     return text[0].upper() + text[1:] + "." if text else "There is no labelled row."
 
 
-def limits_of_the_numbers(
+def caveats(
     c: Comparison,
 ) -> list[str]:
     "Sentences that define the numbers of the page and state its limits."
@@ -339,7 +339,7 @@ def _page_content(c, title, class_name, decision):
         "decision": decision,
         "summary": summary_sentence(c),
         "warning": collapse_warning(c.frozen_rank, c.adapted_rank),
-        "notes": limits_of_the_numbers(c),
+        "notes": caveats(c),
         "group_header": _GROUP_HEADER,
         "group_lines": _group_lines(c),
         "class_header": _CLASS_HEADER,

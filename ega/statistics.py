@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Interval', 'cluster_bootstrap_means', 'bootstrap', 'bootstrap_worst', 'VarianceComponents', 'variance_components',
            'class_means', 'PairedTest', 'paired_test', 'holm', 'required_queries', 'design_effect',
-           'null_lead_probability', 'rank_correlation', 'hit_counts_matching_printed',
+           'null_lead_probability', 'grouped_rank_correlation', 'hit_counts_matching_printed',
            'hit_counts_matching_printed_mean_sd']
 
 # %% ../nbs/library/14_statistics.ipynb #2f3ee3a2
@@ -389,7 +389,7 @@ def null_lead_probability(
     return float(2 * distribution[n_queries + lead :].sum())
 
 # %% ../nbs/library/14_statistics.ipynb #rank-correlation
-def rank_correlation(
+def grouped_rank_correlation(
     a: np.ndarray,  # (n,) numbers
     b: np.ndarray,  # (n,) numbers
     groups: np.ndarray | None = None,  # (n,) group of each; None: one group

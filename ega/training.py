@@ -36,10 +36,10 @@ from ega.arrays import (
 from .files import READ_ERRORS, atomic_write, hash_arrays, short_error
 from .losses import displacement_penalty, triplet_violations
 from ega.sparsity import (
-    ClassIndex,
+    RowsByClass,
     batch_triplets_from_numbers,
-    class_index,
     dataset_triplets_from_numbers,
+    index_rows_by_class,
     random_numbers_for_batch_triplets,
     random_numbers_for_dataset_triplets,
 )
@@ -120,7 +120,7 @@ def batch_triplet_objective(
 # %% ../nbs/library/16_training.ipynb #whole-set
 def dataset_triplet_objective(
     margin: float,  # hinge margin m, Euclidean distance
-    index: ClassIndex,  # of all rows
+    index: RowsByClass,  # of all rows
     *,
     self_positive: bool = False,  # may an anchor be its own positive?
 ) -> Objective:
@@ -140,7 +140,7 @@ def dataset_triplet_objective(
 # %% ../nbs/library/16_training.ipynb #proxied
 def proxy_objective(
     loss: Callable,  # function of (z, y, proxies) -> scalar, from ega.losses
-    index: ClassIndex,  # of all rows
+    index: RowsByClass,  # of all rows
     x: torch.Tensor,  # (n, d) unit rows
 ) -> Objective:  # with rho = 1
     "Objective of a loss with one trainable proxy a class, which starts at the normalised mean of the class."
@@ -517,7 +517,7 @@ class _StackedRuns:
         self.sizes = [len(run_rows) for run_rows in rows]
         self.x = _pad([torch.from_numpy(run_rows) for run_rows in rows], device)
         self.y = _pad(y, device)
-        self.index = ClassIndex(*(_pad(list(part), device) for part in zip(*map(class_index, y))))
+        self.index = RowsByClass(*(_pad(list(part), device) for part in zip(*map(index_rows_by_class, y))))
         self.settings = {name: torch.as_tensor(values, device=device) for name, values in settings.items()}
         self.make_objective = make_objective
 
@@ -528,7 +528,7 @@ class _StackedRuns:
             def forward(rows, has_repeats=False):
                 return torch.func.functional_call(self.base, weights, (x[rows],))
 
-            objective = self.make_objective(ClassIndex(*index), **settings)
+            objective = self.make_objective(RowsByClass(*index), **settings)
             return objective.step(forward, x, y, rows, uniforms)[:2]
 
         parts = self.weights, self.x, self.y, tuple(self.index), self.settings
@@ -582,7 +582,7 @@ def _check_one_per_run(n_runs: int, **lists) -> None:
 def _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, device) -> list[TrainHistory]:
     "Train all runs in one stack, in place."
     start = time.monotonic()
-    first = make_objective(class_index(torch.from_numpy(labels[0])), **{k: v[0] for k, v in settings.items()})
+    first = make_objective(index_rows_by_class(torch.from_numpy(labels[0])), **{k: v[0] for k, v in settings.items()})
     if first.parameters:
         raise InputError(
             "runs trained together must train adapters alone, got an objective with parameters of its own; "
@@ -610,7 +610,7 @@ def _train_stacked(adapters, make_objective, rows, labels, settings, rngs, confi
 # %% ../nbs/library/16_training.ipynb #train-many
 def train_many(
     adapters: list[torch.nn.Module],  # S adapters of one architecture; trained in place
-    make_objective: Callable,  # function of (index, **settings) -> Objective, index a ClassIndex
+    make_objective: Callable,  # function of (index, **settings) -> Objective, index a RowsByClass
     x: list[np.ndarray],  # S arrays of unit rows (n_s, d)
     y: list[np.ndarray],  # S arrays of labels (n_s,)
     *,
@@ -631,7 +631,7 @@ def train_many(
         return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
     histories = []
     for i, adapter in enumerate(adapters):
-        index = class_index(torch.from_numpy(labels[i]).to(target))
+        index = index_rows_by_class(torch.from_numpy(labels[i]).to(target))
         objective = make_objective(index, **{name: values[i] for name, values in settings.items()})
         histories.append(train(adapter, objective, rows[i], labels[i], rngs=rngs[i], config=config, device=target))
     return histories

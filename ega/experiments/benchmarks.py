@@ -181,9 +181,9 @@ def one_pass_dataset_triplet_loss(
     start,  # BenchmarkData
 ):  # function of (adapter, row numbers, gen) -> scalar
     "The same loss for row numbers: the triplets of a batch are drawn at once."
-    from ega.sparsity import class_index, random_dataset_triplets
+    from ega.sparsity import index_rows_by_class, random_dataset_triplets
 
-    index, loss = class_index(start.y), three_pass_triplet_loss(start)
+    index, loss = index_rows_by_class(start.y), three_pass_triplet_loss(start)
 
     def batch_loss(adapter, rows, gen):
         triplets = random_dataset_triplets(index, rows, gen=gen)
@@ -235,11 +235,11 @@ def _ega_training_job(size, folder, build_objective):
 
 def ega_dataset_triplets(size, folder):
     "`ega.training.train`, triplets from the whole set."
-    from ega.sparsity import class_index
+    from ega.sparsity import index_rows_by_class
     from ega.training import dataset_triplet_objective
 
     return _ega_training_job(
-        size, folder, lambda start: dataset_triplet_objective(size["margin"], class_index(start.y))
+        size, folder, lambda start: dataset_triplet_objective(size["margin"], index_rows_by_class(start.y))
     )
 
 
@@ -318,9 +318,9 @@ def _whole_set_draw(start):
     "Draw triplets from the whole set; anchors and partners are forwarded."
     import torch
 
-    from ega.sparsity import class_index, random_dataset_triplets
+    from ega.sparsity import index_rows_by_class, random_dataset_triplets
 
-    index = class_index(start.y)
+    index = index_rows_by_class(start.y)
 
     def draw(rows, gen):
         triplets = random_dataset_triplets(index, rows, gen=gen)
@@ -500,10 +500,10 @@ def sentence_transformers_dataset_triplets(size, folder):
     "sentence-transformers, TripletLoss on triplets that are drawn before the timing."
     import torch
 
-    from ega.sparsity import class_index, random_dataset_triplets
+    from ega.sparsity import index_rows_by_class, random_dataset_triplets
 
     def columns(start):
-        index, rows = class_index(start.y), torch.arange(len(start.y))
+        index, rows = index_rows_by_class(start.y), torch.arange(len(start.y))
         triplets = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(1))
         return {name: part.tolist() for name, part in zip(("anchor", "positive", "negative"), triplets)}
 
@@ -575,9 +575,9 @@ def margin_for_active_ratio(
     import torch
 
     from ega.losses import triplet_violations
-    from ega.sparsity import class_index, random_dataset_triplets
+    from ega.sparsity import index_rows_by_class, random_dataset_triplets
 
-    index, rows = class_index(start.y), torch.arange(len(start.y))
+    index, rows = index_rows_by_class(start.y), torch.arange(len(start.y))
     t = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(2))
     with torch.no_grad():
         z = torch_released_ega(start.size["d"], start.size["hidden"], start.state)(start.x)

@@ -18,7 +18,7 @@ from ega.adapters import ReleasedEGA
 from ega.arrays import InputError
 from ega.datasets import patch_torchvision
 from ega.experiments import benchmarks, cli, harness
-from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets, triplet_active_ratio
+from ega.sparsity import index_rows_by_class, random_batch_triplets, random_dataset_triplets, triplet_active_ratio
 
 SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=0.6, lr=1e-4)
 
@@ -189,7 +189,7 @@ def assert_same(*gradients):
 def test_whole_set_contenders_have_equal_gradients(start):
     from ega.training import dataset_triplet_objective
 
-    rows, index = torch.arange(0, 240, 3), class_index(start.y)
+    rows, index = torch.arange(0, 240, 3), index_rows_by_class(start.y)
     t = random_dataset_triplets(index, rows, gen=seeded())
 
     class GivenTriplets(benchmarks.PerItemTripletDataset):
@@ -309,7 +309,7 @@ def test_active_ratio_at_full_size_is_a_few_percent(tmp_path):
     "At full size (some seconds): a few percent after the warm-up, as on Aircraft."
     size = benchmarks._AIRCRAFT | {"hidden": 512}
     full = benchmarks.benchmark_data(size, tmp_path)
-    t = random_dataset_triplets(class_index(full.y), torch.arange(2664), gen=seeded())
+    t = random_dataset_triplets(index_rows_by_class(full.y), torch.arange(2664), gen=seeded())
     with torch.no_grad():
         z = benchmarks.torch_released_ega(512, 512, full.state)(full.x)
     assert 0.005 < triplet_active_ratio(z, t, 0.2).rho <= 0.05
@@ -317,7 +317,7 @@ def test_active_ratio_at_full_size_is_a_few_percent(tmp_path):
 
 @pytest.mark.parametrize("rho", [0.05, 0.3, 1.0])
 def test_margin_for_reaches_the_active_ratio(start, rho):
-    t = random_dataset_triplets(class_index(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
+    t = random_dataset_triplets(index_rows_by_class(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
     with torch.no_grad():
         z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
     assert abs(triplet_active_ratio(z, t, benchmarks.margin_for_active_ratio(start, rho)).rho - rho) < 0.01

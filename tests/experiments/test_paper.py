@@ -182,7 +182,7 @@ def test_sources_json_describes_stored_runs(built):
 
 def test_profile_name_of_unfinished_grid(stored):
     rows = stored[1]["unseen"].assign(experiment="unseen")
-    assert tables.grid_profile_name(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
+    assert tables.name_of_stored_grid(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
 
 
 def test_ranking_compares_trained_methods_only(built):
@@ -191,9 +191,9 @@ def test_ranking_compares_trained_methods_only(built):
     from scipy.stats import spearmanr
 
     want = spearmanr(t["diff_short"], t["diff_long"]).statistic
-    assert json.loads((built / "tables/numbers.json").read_text())["rank_correlation"]["cub100"] == pytest.approx(
-        want, abs=1e-3
-    )
+    assert json.loads((built / "tables/numbers.json").read_text())["grouped_rank_correlation"][
+        "cub100"
+    ] == pytest.approx(want, abs=1e-3)
 
 
 def test_figure_titles_count_intervals(built):
@@ -437,7 +437,7 @@ def test_nine_tables_have_published_and_stored_numbers(built, names):
 
 
 def test_number_formats():
-    points, span, latex = tables.format_points, tables.format_interval, tables.latex_table
+    points, span, latex = tables.format_percentage_points, tables.format_interval, tables.latex_table
     assert [points(v, True) for v in (1.26, -0.04, 0.04, np.nan, -12.35)] == [
         "+1.3",
         "0.0",

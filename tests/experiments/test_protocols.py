@@ -18,10 +18,10 @@ from ega.experiments import cli as paper_cli
 from ega.experiments import protocols, runs
 from ega.experiments.grids import ResultStore
 from ega.experiments.protocols import (
-    EXPERIMENTS,
     PAPER_BENCHMARKS,
     PAPER_PACKS,
     PROTOCOLS,
+    PUBLISHED_EXPERIMENTS,
     Protocol,
     build_split,
     evaluate_neighbours,
@@ -34,15 +34,15 @@ from ega.experiments.protocols import (
 from ega.experiments.published import (
     _NotRun,
     build_cells,
-    compare_cell,
     configs_for,
     deviation_notes,
     embed_command,
     find_experiment,
     format_cells,
     format_overview,
-    list_artefacts,
+    list_tables_and_figures,
     read_published,
+    reproduced_value,
     required_packs,
     run_cells,
 )
@@ -105,7 +105,7 @@ def packs(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("packs"), np.random.default_rng(0)
     for pack, encoder in {
         (s, PAPER_BENCHMARKS[b].encoder)
-        for e in EXPERIMENTS.values()
+        for e in PUBLISHED_EXPERIMENTS.values()
         for b, *_ in e.sets
         for s in (PAPER_BENCHMARKS[b].train, PAPER_BENCHMARKS[b].unseen)
     }:
@@ -121,32 +121,35 @@ def packs(tmp_path_factory):
 
 def split_for(packs, name, benchmark, seed=42):
     config = SimpleNamespace(
-        task=EXPERIMENTS[name].task, benchmark=benchmark, protocol=f"released/{name}", split_seed=seed
+        task=PUBLISHED_EXPERIMENTS[name].task, benchmark=benchmark, protocol=f"released/{name}", split_seed=seed
     )
     es, other = load_embedding_sets(config, packs)
     return build_split(config, es, other), es, other
 
 
 SETS = [
-    (name, b, s) for name, e in EXPERIMENTS.items() for b, *_ in e.sets for s in (e.seeds if e.seed_splits else (42,))
+    (name, b, s)
+    for name, e in PUBLISHED_EXPERIMENTS.items()
+    for b, *_ in e.sets
+    for s in (e.seeds if e.seed_splits else (42,))
 ]
 
 
 def test_table_has_every_experiment():
-    assert {k.rstrip("b") for k in EXPERIMENTS} == {f"E{i}" for i in range(1, 24)}
-    assert all((e.task is None) == bool(e.not_run_reason) == (not e.sets) for e in EXPERIMENTS.values())
+    assert {k.rstrip("b") for k in PUBLISHED_EXPERIMENTS} == {f"E{i}" for i in range(1, 24)}
+    assert all((e.task is None) == bool(e.not_run_reason) == (not e.sets) for e in PUBLISHED_EXPERIMENTS.values())
 
 
 @pytest.mark.parametrize("name,benchmark,seed", SETS)
 def test_released_splits_have_the_published_counts_and_classes(packs, name, benchmark, seed):
     s, es, other = split_for(packs, name, benchmark, seed)
     assert split_counts(s) == published_split_counts(name, benchmark, seed)
-    p, b = EXPERIMENTS[name].protocol, PAPER_BENCHMARKS[benchmark]
+    p, b = PUBLISHED_EXPERIMENTS[name].protocol, PAPER_BENCHMARKS[benchmark]
     if p.leak:
         assert set(s.seen_queries) <= set(s.fit) and len(s.fit) == es.n
         with pytest.raises(InputError, match="fit and seen_queries share"):
             s.check(es.y)
-    elif EXPERIMENTS[name].task == "in_distribution":
+    elif PUBLISHED_EXPERIMENTS[name].task == "in_distribution":
         assert not set(s.fit) & set(s.seen_queries)
     elif b.train == b.unseen:
         unseen = set(other.y[np.r_[s.unseen_gallery, s.unseen_queries]].tolist())
@@ -172,7 +175,11 @@ def test_counts_and_nlist_of_the_table():
     for (e, s, seed), counts in want.items():
         assert published_split_counts(e, f"{s}@clip_vit_b32", seed) == counts
     assert published_split_counts("E13", "aircraft_train_test@dinov2_large") == (5_332, 1_001, 334)
-    nlist = {e: EXPERIMENTS[e].protocol.index.nlist for e in EXPERIMENTS if EXPERIMENTS[e].protocol}
+    nlist = {
+        e: PUBLISHED_EXPERIMENTS[e].protocol.index.nlist
+        for e in PUBLISHED_EXPERIMENTS
+        if PUBLISHED_EXPERIMENTS[e].protocol
+    }
     assert nlist == {
         **dict.fromkeys(("E1", "E4", "E5", "E6", "E7", "E8", "E9", "E13", "E18", "E18b", "E19", "E21", "E22"), 10),
         **dict.fromkeys(("E2", "E3", "E12", "E16", "E17", "E17b"), 100),
@@ -207,7 +214,7 @@ def one_of_each():
 )
 def test_released_experiment_runs(packs, name, config):
     rows = run_experiment(trial(config), packs, device="cpu")
-    e, p = EXPERIMENTS[name], EXPERIMENTS[name].protocol
+    e, p = PUBLISHED_EXPERIMENTS[name], PUBLISHED_EXPERIMENTS[name].protocol
     own = rows[rows.query_set == ("unseen" if e.task == "unseen" else "seen")]
     _, gallery, queries = published_split_counts(name, config.benchmark, config.seed)
     assert (
@@ -228,7 +235,7 @@ def test_released_experiment_runs(packs, name, config):
 
 def test_every_released_experiment_is_tested():
     tried = {name for name, _ in one_of_each()}
-    assert {e for e in EXPERIMENTS if EXPERIMENTS[e].task} - tried == {"E2"}  # unnormalised rows
+    assert {e for e in PUBLISHED_EXPERIMENTS if PUBLISHED_EXPERIMENTS[e].task} - tried == {"E2"}  # unnormalised rows
 
 
 def test_unnormalised_rows_are_refused(packs):
@@ -385,7 +392,7 @@ def test_embed_commands_parse_and_name_their_pack():
     needed = {
         one
         for p in ("paper", "released", "strict")
-        for a in list_artefacts(printed)
+        for a in list_tables_and_figures(printed)
         for one in required_packs(build_cells(printed, a, p))
     }
     assert needed == {(s, b.encoder) for b in PAPER_BENCHMARKS.values() for s in (b.train, b.unseen)}
@@ -408,7 +415,7 @@ def test_embed_commands_parse_and_name_their_pack():
 
 @pytest.mark.parametrize("protocol", ["paper", "released", "strict"])
 def test_every_artefact_prints_in_80_columns(protocol):
-    for a in list_artefacts(printed):
+    for a in list_tables_and_figures(printed):
         cells = build_cells(printed, a, protocol)
         text = format_cells(cells, None, "nowhere")
         assert max(map(len, text.splitlines())) < 80 and "Traceback" not in text
@@ -599,7 +606,7 @@ def test_compare_cell_gives_mean_population_sd_and_minimum_over_benchmarks(packs
     results = pd.DataFrame(rows)
     for cell in wanted[:-1]:
         means = [r.ivf_hit.mean() for r in results[results.benchmark == cell.configs[0].benchmark].itertuples()]
-        ours = compare_cell(cell, results, n_boot=200)
+        ours = reproduced_value(cell, results, n_boot=200)
         assert (
             len(means) == 3
             and np.isclose(ours["value"], np.mean(means))
@@ -609,13 +616,13 @@ def test_compare_cell_gives_mean_population_sd_and_minimum_over_benchmarks(packs
         assert ours["n"] == (
             60 if "imagenet" not in cell.configs[0].benchmark else sum(60 + s % 7 for s in (42, 123, 456))
         )
-    worst = compare_cell(wanted[-1], results, n_boot=200)
+    worst = reproduced_value(wanted[-1], results, n_boot=200)
     assert (
         wanted[-1].row.dataset == "worst of 4"
-        and np.isclose(worst["value"], min(compare_cell(c, results, n_boot=2)["value"] for c in wanted[:-1]))
+        and np.isclose(worst["value"], min(reproduced_value(c, results, n_boot=2)["value"] for c in wanted[:-1]))
         and worst["runs"] == 12
     )
-    assert compare_cell(wanted[0], results.iloc[1:]) is None
+    assert reproduced_value(wanted[0], results.iloc[1:]) is None
 
 
 def test_active_ratio_is_in_the_unit_of_the_paper(packs):
@@ -637,9 +644,9 @@ def test_active_ratio_is_in_the_unit_of_the_paper(packs):
         ]
     )
     assert (
-        np.isclose(compare_cell(cell, results)["value"], 3)
-        and np.isclose(compare_cell(open_, results)["value"], 97)
-        and np.isclose(compare_cell(epoch, results)["value"], history[19])
+        np.isclose(reproduced_value(cell, results)["value"], 3)
+        and np.isclose(reproduced_value(open_, results)["value"], 97)
+        and np.isclose(reproduced_value(epoch, results)["value"], history[19])
     )
     short = results.assign(active_ratio_history=[history[:5]] * len(results))
     lines = format_cells([epoch], short, "nowhere").splitlines()
@@ -667,7 +674,7 @@ def test_cells_run_under_paper_and_strict(tmp_path, protocol, queries):
         [run_experiment(c, tmp_path, device="cpu") for c in dict.fromkeys(c for cell in cells for c in cell.configs)]
     )
     for cell in cells:
-        ours = compare_cell(cell, results)
+        ours = reproduced_value(cell, results)
         row = results[
             (results.run_id == cell.configs[0].run_id)
             & (results.query_set == "unseen")

@@ -10,7 +10,7 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, LDAMap, LogitMap, PCAMap, ValidatedWCCN, class_covariances, inverse_matrix_power
+from ega.closed_form import WCCN, LDAMap, LogitMap, PCAMap, ValidatedWCCN, class_covariances, shrunk_inverse_power
 
 MAPS = [
     WCCN(),
@@ -53,7 +53,7 @@ def test_shrinkage_equals_scikit_learn():
     S = class_covariances(*elongated_classes())[0]
     for l in (0.0, 0.3, 1.0):
         assert np.allclose(
-            np.linalg.inv(inverse_matrix_power(S, l)) @ np.linalg.inv(inverse_matrix_power(S, l)),
+            np.linalg.inv(shrunk_inverse_power(S, l)) @ np.linalg.inv(shrunk_inverse_power(S, l)),
             shrunk_covariance(S, shrinkage=l),
         )
 

@@ -294,7 +294,9 @@ def test_encoder_weights_are_read_as_tensors_only(tmp_path, monkeypatch, library
     "Even where a library asks torch for everything."
     mark, paths = planted(tmp_path)
     monkeypatch.setitem(
-        encoders.LIBRARIES, library, lambda model, tag, weights, **options: torch.load(weights, weights_only=False)
+        encoders.ENCODER_LIBRARIES,
+        library,
+        lambda model, tag, weights, **options: torch.load(weights, weights_only=False),
     )
     name = {"timm": "timm:vit", "open_clip": "open_clip:ViT-B-32:x"}[library]
     with pytest.raises(InputError, match="expected weights"):

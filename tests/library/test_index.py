@@ -28,8 +28,8 @@ from ega.index import (
     distill,
     fit_query_only,
     load_transform,
+    map_queries_only,
     mapped_norms,
-    query_only_map,
     rescale_for_query_only,
     save_transform,
     to_pretransform,
@@ -400,14 +400,14 @@ def test_distill_measures_on_held_out_rows():
 def test_query_only_search_of_rescaled_rows_is_exact(kind):
     "Inner products are the cosines of adapted rows times a factor of the query; the scale of A does not matter."
     m = as_transform(ADAPTERS[kind])
-    cosines, scores = m.transform(xq) @ m.transform(x).T, query_only_map(xq, m) @ rescale_for_query_only(x, m).T
+    cosines, scores = m.transform(xq) @ m.transform(x).T, map_queries_only(xq, m) @ rescale_for_query_only(x, m).T
     factor = (scores / cosines)[:, :1]
     assert (
         np.allclose(scores, factor * cosines, atol=2e-5)
         and (factor > 0).all()
         and np.abs(np.linalg.norm(rescale_for_query_only(x, m), axis=1) * mapped_norms(x, m) - 1).max() < 1e-5
     )
-    assert np.allclose(query_only_map(xq, 5 * m.matrix), query_only_map(xq, m), atol=1e-6)
+    assert np.allclose(map_queries_only(xq, 5 * m.matrix), map_queries_only(xq, m), atol=1e-6)
 
 
 def test_fit_query_only_reduces_variation_of_norms():
@@ -420,7 +420,7 @@ def test_fit_query_only_reduces_variation_of_norms():
     assert spread(done.matrix) < spread(m) and done.ar_at_1 >= done.adapter_ar_at_1
     assert "linear" in error_message(
         lambda: fit_query_only(NONLINEAR, x, np.random.default_rng(0))
-    ) and "linear" in error_message(lambda: query_only_map(x, NONLINEAR))
+    ) and "linear" in error_message(lambda: map_queries_only(x, NONLINEAR))
 
 
 # -- IndexStore -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ega.methods import (
     DEFAULT_EPOCHS,
     MAIN_METHODS,
     METHODS,
-    RECOMMENDED,
+    RECOMMENDED_METHODS,
     AdapterConfig,
     LossConfig,
     MethodConfig,
@@ -55,7 +55,7 @@ def small(method, **options):
 
 
 def test_groups_of_methods_are_disjoint_and_complete():
-    groups = (MAIN_METHODS, BASELINES, ABLATIONS, RECOMMENDED)
+    groups = (MAIN_METHODS, BASELINES, ABLATIONS, RECOMMENDED_METHODS)
     assert sum(map(len, groups)) == len(METHODS) == len({name for group in groups for name in group})
 
 

@@ -16,7 +16,7 @@ from ega.metrics import (
     loo_lp_at_k,
     lp_at_k,
     pair_separation,
-    pair_stats,
+    random_pair_separation,
 )
 from ega.search import Neighbours, ivf_sweep, knn
 from ega.testing import circle_points, simplex_vertices
@@ -174,7 +174,7 @@ def test_pair_stats_of_the_drawn_pairs():
     x = np.round(x * 4) / 4
     keep = np.abs(x).sum(1) > 0
     x, y = normalize(x[keep]), y[keep]
-    got = pair_stats(x, y, np.random.default_rng(5), n_pairs=3000)
+    got = random_pair_separation(x, y, np.random.default_rng(5), n_pairs=3000)
     d = [np.linalg.norm(x[a] - x[b], axis=1) for a, b in _draw_pairs(y, np.random.default_rng(5), 3000)]
     positive, negative = d
     auc = ((negative[:, None] > positive).mean() + (negative[:, None] >= positive).mean()) / 2
@@ -199,7 +199,7 @@ def test_pair_stats_of_the_drawn_pairs():
         (lambda n: displacement(np.eye(3), np.eye(2)), "columns"),
         (lambda n: displacement(np.eye(2) * 2, np.eye(2)), "unit"),
         (lambda n: displacement(np.eye(2)[:1], np.eye(2)), "same rows"),
-        (lambda n: pair_stats(np.eye(2), [0, 0], spawn_rngs(0).eval), "2 classes"),
+        (lambda n: random_pair_separation(np.eye(2), [0, 0], spawn_rngs(0).eval), "2 classes"),
         (lambda n: loo_lp_at_k(np.eye(2), [0, -1]), "unlabelled"),
     ],
 )

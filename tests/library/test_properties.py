@@ -20,7 +20,7 @@ from ega.metrics import ar_at_k, lp_at_k
 from ega.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, write_pack
 from ega.search import knn, loo_knn
 from ega.selection import leave_classes_out, pick_candidate, score_candidates
-from ega.sparsity import class_index, random_batch_triplets, random_dataset_triplets
+from ega.sparsity import index_rows_by_class, random_batch_triplets, random_dataset_triplets
 from ega.statistics import bootstrap, cluster_bootstrap_means
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -206,7 +206,7 @@ def test_triplets_are_legal(pytestconfig, count):
         if (sizes > 0).sum() < 2:
             return
         whole, batch = (
-            random_dataset_triplets(class_index(y), torch.arange(len(y)), gen=gen),
+            random_dataset_triplets(index_rows_by_class(y), torch.arange(len(y)), gen=gen),
             random_batch_triplets(y, gen=gen),
         )
         for t in (whole, batch):

@@ -33,7 +33,7 @@ from ega.files import atomic_write, hash_arrays
 from ega.index import AdaptedIndex, IndexStore
 from ega.monitor import Monitor
 from ega.search import knn, loo_knn
-from ega.sparsity import class_index, random_dataset_triplets
+from ega.sparsity import index_rows_by_class, random_dataset_triplets
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CONFIG = runs.build_config("unseen", "cub100", "supcon", hidden=8, epochs=3)
@@ -650,7 +650,7 @@ def test_one_hundred_thousand_classes(count, many):
         and len(a) + len(b) == len(y)
         and np.abs(np.bincount(y[a], minlength=many) - 1).max() == 0
     )
-    index = class_index(torch.from_numpy(y))
+    index = index_rows_by_class(torch.from_numpy(y))
     t = random_dataset_triplets(index, torch.arange(4096), gen=torch.Generator().manual_seed(0))
     assert (y[t.a] == y[t.p]).all() and (y[t.a] != y[t.n]).all() and (t.a != t.p).all()
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)

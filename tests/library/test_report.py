@@ -13,10 +13,10 @@ from ega.metrics import loo_lp_at_k
 from ega.report import (
     EffectiveRankStats,
     assign_seen_unseen_groups,
+    caveats,
     collapse_warning,
     compare_spaces,
     effective_rank_stats,
-    limits_of_the_numbers,
     summary_sentence,
     write_comparison,
     write_report,
@@ -85,7 +85,7 @@ def test_adapter_to_another_width_has_no_curve_and_no_displacement(spaces, tmp_p
     assert (
         small.strength_curve is None
         and small.groups.displacement.isna().all()
-        and "Which rows" in " ".join(limits_of_the_numbers(small))
+        and "Which rows" in " ".join(caveats(small))
     )
     assert "input" not in re.sub(
         "<style>.*?</style>", "", write_comparison(small, tmp_path / "r.html").read_text(), flags=re.S
@@ -97,7 +97,7 @@ def test_large_collection_is_sampled(spaces):
     few = compare_spaces(x, z, y, seen=range(6), max_rows=120)
     assert (
         few.n_sampled == 120
-        and "120 of 240 rows were drawn" in " ".join(limits_of_the_numbers(few))
+        and "120 of 240 rows were drawn" in " ".join(caveats(few))
         and set(few.queries.row) <= set(range(240))
         and (y[few.queries.row] == few.queries.label).all()
     )
@@ -107,9 +107,7 @@ def test_large_collection_is_sampled(spaces):
 def test_missing_unseen_classes_are_noted(spaces):
     x, z, y = spaces
     only = compare_spaces(x, z, y, seen=range(12))
-    assert "no row of an unseen class" in " ".join(limits_of_the_numbers(only)) and "unseen" not in summary_sentence(
-        only
-    )
+    assert "no row of an unseen class" in " ".join(caveats(only)) and "unseen" not in summary_sentence(only)
 
 
 def test_summary_says_gain_or_loss_only_if_interval_excludes_zero(c):

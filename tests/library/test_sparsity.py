@@ -9,8 +9,8 @@ from ega.arrays import InputError
 from ega.losses import triplet
 from ega.sparsity import (
     active_ratio,
-    class_index,
     dataset_triplets_from_numbers,
+    index_rows_by_class,
     random_batch_triplets,
     random_dataset_triplets,
     random_numbers_for_dataset_triplets,
@@ -25,7 +25,7 @@ def gen(seed=0):
 @pytest.mark.parametrize("seed", range(5))
 def test_class_index_against_search(seed):
     y = torch.from_numpy(np.random.default_rng(seed).integers(0, 9, 200) * 3)
-    i = class_index(y)
+    i = index_rows_by_class(y)
     for c, label in enumerate(torch.unique(y)):
         rows = i.order[i.start[c] : i.start[c] + i.count[c]]
         assert torch.equal(rows, torch.nonzero(y == label)[:, 0])
@@ -35,7 +35,7 @@ def test_class_index_against_search(seed):
 @pytest.mark.parametrize("draw", ["dataset", "batch"])
 def test_triplets_have_a_positive_and_a_negative(draw):
     y = torch.from_numpy(np.random.default_rng(0).integers(0, 40, 256))
-    index, g = class_index(y), gen()
+    index, g = index_rows_by_class(y), gen()
     for _ in range(50):
         t = (
             random_dataset_triplets(index, torch.arange(256), gen=g)
@@ -48,7 +48,7 @@ def test_triplets_have_a_positive_and_a_negative(draw):
 def test_dataset_negatives_are_uniform_over_classes_not_rows():
     "Class 1 has 90 rows, class 2 has 10: both are drawn equally often, as in the released code."
     y = torch.tensor([0] * 5 + [1] * 90 + [2] * 10)
-    index, g = class_index(y), gen()
+    index, g = index_rows_by_class(y), gen()
     n = torch.cat([random_dataset_triplets(index, torch.zeros(1000, dtype=torch.long), gen=g).n for _ in range(20)])
     share = float((y[n] == 2).double().mean())
     assert abs(share - 0.5) < 4 * (0.25 / 20000) ** 0.5
@@ -56,7 +56,7 @@ def test_dataset_negatives_are_uniform_over_classes_not_rows():
 
 def test_anchors_without_positive_or_negative_are_left_out():
     y = torch.tensor([0, 0, 1, 2, 2, 2])
-    assert 2 not in random_dataset_triplets(class_index(y), torch.arange(6), gen=gen()).a
+    assert 2 not in random_dataset_triplets(index_rows_by_class(y), torch.arange(6), gen=gen()).a
     assert 2 not in random_batch_triplets(y, gen=gen()).a
     assert len(random_batch_triplets(torch.zeros(4).long(), gen=gen()).a) == 0  # one class: no negative
     assert len(random_batch_triplets(torch.arange(4), gen=gen()).a) == 0  # all distinct: no positive
@@ -65,7 +65,7 @@ def test_anchors_without_positive_or_negative_are_left_out():
 def test_self_positive_lets_an_anchor_be_its_own_positive():
     "The positive is uniform over the class, the anchor included; a row alone in its class is then its own positive."
     y = torch.tensor([0] * 4 + [1] * 10 + [2])
-    index, g, own = class_index(y), gen(), torch.zeros(20_000, dtype=torch.long)
+    index, g, own = index_rows_by_class(y), gen(), torch.zeros(20_000, dtype=torch.long)
     t, valid = dataset_triplets_from_numbers(
         index, own, random_numbers_for_dataset_triplets(len(own), g), self_positive=True
     )
@@ -81,14 +81,14 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
 
 def test_one_class_is_refused():
     with pytest.raises(InputError, match="at least 2 classes"):
-        random_dataset_triplets(class_index(torch.zeros(5).long()), torch.arange(5), gen=gen())
+        random_dataset_triplets(index_rows_by_class(torch.zeros(5).long()), torch.arange(5), gen=gen())
 
 
 def test_same_generator_same_triplets():
     y = torch.arange(64) % 7
     for draw in (
         lambda g: random_batch_triplets(y, gen=g),
-        lambda g: random_dataset_triplets(class_index(y), torch.arange(64), gen=g),
+        lambda g: random_dataset_triplets(index_rows_by_class(y), torch.arange(64), gen=g),
     ):
         assert all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(3))))
         assert not all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(4))))
@@ -115,7 +115,7 @@ def test_active_ratio_grows_with_margin_and_only_active_triplets_have_gradient()
     z = torch.nn.functional.normalize(
         torch.randn(300, 32, generator=gen(), dtype=torch.float64), dim=1
     ).requires_grad_()
-    t = random_dataset_triplets(class_index(y), torch.arange(300), gen=gen())
+    t = random_dataset_triplets(index_rows_by_class(y), torch.arange(300), gen=gen())
     assert (
         triplet_active_ratio(z, t, 0.01).rho < triplet_active_ratio(z, t, 0.2).rho < triplet_active_ratio(z, t, 1.0).rho
     )

@@ -20,12 +20,12 @@ from ega.statistics import (
     class_means,
     cluster_bootstrap_means,
     design_effect,
+    grouped_rank_correlation,
     hit_counts_matching_printed,
     hit_counts_matching_printed_mean_sd,
     holm,
     null_lead_probability,
     paired_test,
-    rank_correlation,
     required_queries,
     variance_components,
 )
@@ -400,24 +400,24 @@ def test_consistent_seed_counts_equal_brute_force():
 
 def test_rank_correlation_is_spearmans_within_groups():
     a, b, where = rng().integers(6, size=(3, 90))  # with ties
-    assert np.isclose(rank_correlation(a, b), stats.spearmanr(a, b)[0])
+    assert np.isclose(grouped_rank_correlation(a, b), stats.spearmanr(a, b)[0])
     ranks = [
         np.concatenate([stats.rankdata(v[where == g]) - (sum(where == g) + 1) / 2 for g in range(6)]) for v in (a, b)
     ]
-    assert np.isclose(rank_correlation(a, b, where), np.corrcoef(*ranks)[0, 1])
+    assert np.isclose(grouped_rank_correlation(a, b, where), np.corrcoef(*ranks)[0, 1])
     assert np.isclose(
-        rank_correlation(a + 100 * where, b - 50 * where, where), rank_correlation(a, b, where)
+        grouped_rank_correlation(a + 100 * where, b - 50 * where, where), grouped_rank_correlation(a, b, where)
     )  # the level of a group does not matter
-    assert np.isclose(rank_correlation(np.exp(a), b, where), rank_correlation(a, b, where)) and np.isnan(
-        rank_correlation(where, b, where)
-    )
+    assert np.isclose(
+        grouped_rank_correlation(np.exp(a), b, where), grouped_rank_correlation(a, b, where)
+    ) and np.isnan(grouped_rank_correlation(where, b, where))
 
 
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda: rank_correlation([1, 2], [1, 2, 3]), "three arrays"),
-        (lambda: rank_correlation([1, 2], [1, 2], [0]), "three arrays"),
+        (lambda: grouped_rank_correlation([1, 2], [1, 2, 3]), "three arrays"),
+        (lambda: grouped_rank_correlation([1, 2], [1, 2], [0]), "three arrays"),
         (lambda: variance_components([([np.ones((1, 4))] * 2, [[0, 0, 1, 1]] * 2)], rng()), "two seeds"),
         (lambda: variance_components([([np.ones((2, 4))], [[0, 0, 1, 1]])], rng()), "two splits"),
         (lambda: variance_components([([np.ones((2, 2))] * 2, [[0, 1]] * 2)], rng()), "outnumber"),

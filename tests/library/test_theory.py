@@ -9,7 +9,7 @@ from ega.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA,
 from ega.arrays import InputError, spawn_rngs, torch_generator
 from ega.losses import supcon, triplet_violations
 from ega.metrics import displacement
-from ega.sparsity import Triplets, class_index, dataset_triplets_from_numbers
+from ega.sparsity import Triplets, dataset_triplets_from_numbers, index_rows_by_class
 from ega.testing import error_message
 from ega.theory import (
     TrajectoryRecorder,
@@ -218,7 +218,7 @@ def classes_on_a_sphere(seed=0, d=12):
 @pytest.mark.parametrize("loss, lr", [("triplet", 0.3), ("dense", 0.02)])
 def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
     x, y = classes_on_a_sphere()
-    seen, index = y < 4, class_index(y[y < 4])
+    seen, index = y < 4, index_rows_by_class(y[y < 4])
 
     def sample_triplets(y, rows, u):
         return dataset_triplets_from_numbers(index, rows, u)
@@ -255,7 +255,7 @@ def test_the_remainder_of_a_step_is_of_second_order():
 
 def test_recording_does_not_change_the_training():
     x, y = (v.float().numpy() if v.is_floating_point() else v.numpy() for v in classes_on_a_sphere())
-    index, config = class_index(torch.tensor(y)), TrainConfig(epochs=3, batch_size=32, lr=1e-3)
+    index, config = index_rows_by_class(torch.tensor(y)), TrainConfig(epochs=3, batch_size=32, lr=1e-3)
     plain, watched = (ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)) for _ in range(2))
     inner = dataset_triplet_objective(0.2, index)
     recorder = TrajectoryRecorder(

@@ -15,7 +15,7 @@ from ega.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, tran
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.files import hash_arrays
 from ega.losses import cosface, icon, icon_self_included, nca_half_repulsion, supcon
-from ega.sparsity import class_index, random_dataset_triplets
+from ega.sparsity import index_rows_by_class, random_dataset_triplets
 from ega.training import (
     TrainConfig,
     _StackedRuns,
@@ -56,7 +56,7 @@ def fit(objective, x, y, make=ReleasedEGA, seed=0, config=SHORT, **kw):
 def objectives(y):
     return {
         "batch": batch_triplet_objective(0.2),
-        "dataset": dataset_triplet_objective(0.2, class_index(torch.as_tensor(y))),
+        "dataset": dataset_triplet_objective(0.2, index_rows_by_class(torch.as_tensor(y))),
         "supcon": pairwise_objective(supcon),
         "preserve": with_displacement_penalty(batch_triplet_objective(0.2), 1.0),
     }
@@ -114,7 +114,7 @@ def gradient(adapter, objective, x, y, rows, seed, whole):
 def test_dataset_triplet_gradient_equals_forwarding_every_row_of_every_triplet(whole):
     x, y = make_data()
     tx, ty, rows = torch.tensor(x).double(), torch.tensor(y), torch.arange(50)
-    index, adapter = class_index(ty), changed("ega_released")
+    index, adapter = index_rows_by_class(ty), changed("ega_released")
     t = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(5))
     _, ours = gradient(adapter, dataset_triplet_objective(0.3, index), tx, ty, rows, 5, whole)
     hand = torch.nn.TripletMarginLoss(margin=0.3)(*(adapter.eval()(tx[i]) for i in t))
@@ -131,7 +131,7 @@ def test_skipping_rows_does_not_change_the_gradient(kind, margin):
     tx, ty, adapter = torch.tensor(x).double(), torch.tensor(y), changed(kind)
     for objective in (
         batch_triplet_objective(margin),
-        dataset_triplet_objective(margin, class_index(ty)),
+        dataset_triplet_objective(margin, index_rows_by_class(ty)),
         with_displacement_penalty(batch_triplet_objective(margin), 3.0),
         pairwise_objective(supcon),
     ):
@@ -240,7 +240,7 @@ def test_bad_input_is_refused_before_the_first_step():
 def test_proxies_start_at_class_means_and_are_trained_with_the_adapter():
     x, y = make_data()
     tx, ty = torch.tensor(x), torch.tensor(7 - 2 * y)  # labels need not be 0..C-1, nor in order
-    objective = proxy_objective(cosface, class_index(ty), tx)
+    objective = proxy_objective(cosface, index_rows_by_class(ty), tx)
     start = objective.parameters[0].detach().clone()
     means = torch.stack([tx[ty == c].mean(0) for c in ty.unique()])
     assert torch.allclose(start, torch.nn.functional.normalize(means, dim=1), atol=1e-6)
@@ -273,7 +273,7 @@ def test_cosine_schedule_starts_at_one_and_stays_positive():
 
 OBJECTIVES = {
     "batch": lambda x, y: batch_triplet_objective(0.2),
-    "proxies": lambda x, y: proxy_objective(cosface, class_index(torch.tensor(y)), torch.tensor(x)),
+    "proxies": lambda x, y: proxy_objective(cosface, index_rows_by_class(torch.tensor(y)), torch.tensor(x)),
 }
 
 KILLED = textwrap.dedent("""
@@ -349,7 +349,7 @@ def test_a_stacked_step_equals_single_steps_in_value_and_gradient(kind, name):
         torch.device("cpu"),
     )
     made = [
-        STACKED[name](class_index(torch.tensor(y)), **{k: v[i] for k, v in SETTINGS.items()})
+        STACKED[name](index_rows_by_class(torch.tensor(y)), **{k: v[i] for k, v in SETTINGS.items()})
         for i, y in enumerate(labels)
     ]
     u = torch.stack([o.draw(32, g) for o, g in zip(made, gens)])
