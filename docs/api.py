@@ -63,7 +63,7 @@ def comments(
 
 def explain(app, what, name, obj, options, lines):
     "For autodoc: the docstring as plain text, then a list of parameters; numpydoc docstrings are left to napoleon."
-    if any(set(line.strip()) == {"-"} for line in lines):
+    if re.search(r"^ *-{4,}$", getattr(obj, "__doc__", None) or "", re.M):
         return
     lines[:] = [as_rst(line) for line in lines]
     if what not in ("function", "method", "class"):
@@ -84,7 +84,9 @@ def explain(app, what, name, obj, options, lines):
 
 
 def skip(app, what, name, obj, skip, options):
-    "For autodoc: fields are said with their class, and a long value is read in its chapter."
+    "For autodoc: leave out fields, which their class lists, long values, and methods of other libraries."
+    if inspect.isroutine(obj) and not (getattr(obj, "__module__", None) or "ega").startswith("ega"):
+        return True  # inherited from another library
     if inspect.isclass(obj) or inspect.isroutine(obj) or isinstance(obj, (property, staticmethod, classmethod)):
         return None
     return True if not name.split(".")[-1].isupper() or len(repr(obj)) > 120 else None
@@ -141,8 +143,8 @@ def tasks():
         for name in names:
             module, _, attribute = name.partition(".")
             getattr(importlib.import_module(f"ega.{module}"), attribute)
-        links = (f"[{name.partition('.')[2]}]({name.partition('.')[0]}.md#ega.{name})" for name in names)
-        lines.append(f"| {task} | {', '.join(links)} |")
+        links = ", ".join(f"{{py:obj}}`~ega.{name}`" for name in names)
+        lines.append(f"| {task} | {links} |")
     return [*lines, ""]
 
 
@@ -199,7 +201,7 @@ def dead_links(
 
     for page in pages:
         for link in sorted(set(re.findall(r'\b(?:href|src)="([^"]+)"', page.read_text()))):
-            if re.match(r"[a-z]+:|//|#$", link):
+            if re.match(r"[a-z]+:|//|#$|{{", link):  # a template of a report shows its placeholders
                 continue
             file, _, anchor = link.partition("#")
             path = (page.parent / file.split("?")[0]).resolve() if file else page

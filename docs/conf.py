@@ -22,6 +22,7 @@ include_patterns = ["docs/**.md", "nbs/**.ipynb", "CONTRIBUTING.md", "SECURITY.m
 exclude_patterns = [".*", "build", "_*", "docs/_*", "**.egg-info", "**/.ipynb_checkpoints"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 napoleon_google_docstring = False
+suppress_warnings = ["ref.python"]  # fields of the same name in two classes
 
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
@@ -95,7 +96,9 @@ def read(app, name, source):
         module, _ = api.exported(root / f"{name}.ipynb")
         if module:
             nb.cells.append(
-                nbformat.v4.new_markdown_cell(f"The module of this chapter: [ega.{module}](../docs/api/{module}.md).")
+                nbformat.v4.new_markdown_cell(
+                    f"The module of this chapter: [ega.{module}]({'../' * name.count('/')}docs/api/{module}.md)."
+                )
             )
         source[0] = json.dumps(nb)
     elif name == root_doc:

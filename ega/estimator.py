@@ -275,7 +275,7 @@ class _ExportMixin:
     def to_onnx(self, path: "str | Path") -> Path:
         """Export to ONNX: from rows of any length but 0 to adapted rows of norm 1.
 
-        The input is named `x`, the output `z`; both are float32 of shape (n, n_features_in_) with any n.
+        The input is named `x`, the output `z`; both are float32 of shape (n, n_features) with any n.
         Needs ``pip install 'ega[onnx]'``.
 
         Parameters
@@ -472,7 +472,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         The classes that were fitted on, in ascending order.
     n_features_in_ : int
         Number of columns seen in `fit`.
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (n_features,)
         Names of the columns seen in `fit`; only if X was a DataFrame with names that are texts.
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`.
@@ -572,13 +572,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
 
         Parameters
         ----------
-        X : array-like of shape (n, n_features_in_)
+        X : array-like of shape (n, n_features)
             Embeddings of the same encoder. The columns of a DataFrame must have the names and the order
             they had in `fit`.
 
         Returns
         -------
-        ndarray, memmap or torch.Tensor of shape (n, n_features_in_)
+        ndarray, memmap or torch.Tensor of shape (n, n_features)
             Adapted embeddings of norm 1, float32, in the container of X: a temporary memory map for a
             memory map, which is never in memory as a whole; a tensor on its device, in its floating type,
             for a tensor; else an array. `set_output(transform="pandas")` makes it a DataFrame.
