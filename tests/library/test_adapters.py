@@ -516,7 +516,7 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
                     }
                 }
             ),
-            "PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter, got .BoundedAdapter.",
+            "PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter, got .BoundedDisplacementAdapter.",
         ),
         (
             dict(about={"sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": -1}}}}),
