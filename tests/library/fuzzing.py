@@ -352,8 +352,8 @@ def hostile_safetensors(good, folder):
     return out
 
 
-def unfolding(columns, n=40_000_000):
-    "A Parquet file of a few hundred kilobytes that says one thing n times."
+def unfolding(columns, n=40_000_000, store_schema=True):
+    "A Parquet file of a few hundred kilobytes that repeats one value n times; texts decode without its Arrow schema."
     f, w = io.BytesIO(), None
     for _ in range(n // 10**6):
         t = pa.table(
@@ -364,7 +364,7 @@ def unfolding(columns, n=40_000_000):
                 for k, v in columns.items()
             }
         )
-        w = w or pq.ParquetWriter(f, t.schema, compression="zstd")
+        w = w or pq.ParquetWriter(f, t.schema, compression="zstd", store_schema=store_schema)
         w.write_table(t)
     w.close()
     return f.getvalue()
