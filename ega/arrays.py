@@ -176,7 +176,7 @@ def check_labels(
             f"{name} must hold integer labels, got dtype {a.dtype}; number string labels with ega.arrays.encode_labels"
         )
     if n is not None and len(a) != n:
-        raise InputError(f"{name} must have one label a row: {n} rows, {len(a)} labels")
+        raise InputError(f"{name} must have one label per row: {n} rows, {len(a)} labels")
     a = a.astype(np.int64)
     if len(a) and a.min() < -1:
         raise InputError(f"{name} must be >= -1 (-1 means unlabelled), got {a.min()}")
@@ -219,7 +219,7 @@ def encode_labels_with_missing(
         import pandas as pd  # takes a third of a second, and only this branch needs it
 
         if len(y) != n:
-            raise InputError(f"y must have one label a row: {n} rows, {len(y)} labels")
+            raise InputError(f"y must have one label per row: {n} rows, {len(y)} labels")
         labels, names = encode_labels(["" if pd.isna(v) else v for v in y])
         return labels, np.array(names, dtype=str)
     a = check_labels(y, n)

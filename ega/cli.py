@@ -145,7 +145,7 @@ def _format_candidates(table):
 
 # %% ../nbs/library/28_cli.ipynb #evaluate
 def _format_evaluation(frame):
-    "The table of ega.evaluate in 80 columns: its columns as lines, a column for each of its rows."
+    "Format the table of `ega.evaluate` for 80 columns: one line for each of its columns."
     lines = []
     for name, values in frame.items():
         if name in ("capture_frozen", "capture_adapted") and values.isna().all():
@@ -363,7 +363,7 @@ def _embed_inputs(command):
         help="folder of downloaded sets; for imagenet the folder that holds train/ (default: build/datasets)",
     )
     add("--splits", nargs="+", metavar="SPLIT", help="splits of the set (default: those used in the paper)")
-    add("--per-class", type=int, metavar="N", help="take N rows a class, drawn by --seed (default: all; imagenet 35)")
+    add("--per-class", type=int, metavar="N", help="take N rows per class, drawn by --seed (default: all; imagenet 35)")
     add("--seed", type=int, metavar="N", default=42, help="seed of --per-class (default: 42)")
     add("--no-download", action="store_true", help="use the files below --root, download nothing")
     add(

@@ -65,7 +65,7 @@ def class_covariances(
     "Within-class and between-class covariance, both divided by n."
     x, means, class_of_row = _labelled_rows(x, y)
     within = x - means[class_of_row]
-    between = np.sqrt(np.bincount(class_of_row))[:, None] * (means - x.mean(0))  # (C, d): one row a class is enough
+    between = np.sqrt(np.bincount(class_of_row))[:, None] * (means - x.mean(0))  # (C, d): one row per class is enough
     return within.T @ within / len(x), between.T @ between / len(x)
 
 # %% ../nbs/library/15_closed_form.ipynb #inverse-root
@@ -86,7 +86,7 @@ def shrunk_inverse_power(
     shrinkage: float = 0.0,  # 0: as measured, 1: a multiple of the identity
     power: float = 1.0,  # 1 whitens fully, 0 returns the identity
 ) -> np.ndarray:  # (d, d), symmetric: the shrunk covariance to the power -power/2
-    "Inverse square root of a shrunk covariance, from its eigenvectors."
+    "Shrink a covariance and raise it to the power -`power`/2, by its eigendecomposition."
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows

@@ -146,7 +146,7 @@ def _check_archive(path, arrays):
 def read_image_archive(
     path: str | Path,  # .npz file with arrays data, offsets, labels, names, ids, split
 ) -> Source:
-    "Images of a NumPy archive: image i is the file data[offsets[i]:offsets[i + 1]]."
+    "Read the images of a NumPy archive; image i is the bytes data[offsets[i]:offsets[i + 1]]."
     path = Path(path)
     arrays = read_npz(path, tuple(_ARCHIVE_KINDS))
     _check_archive(path, arrays)
@@ -504,7 +504,7 @@ class DatasetSpec(NamedTuple):
     rows: int | None  # rows of the default splits; None: not known
     source: str  # title, authors and version
     licence: str  # terms of use
-    per_class: int | None = None  # rows a class that are kept by default; None: all
+    per_class: int | None = None  # rows per class that are kept by default; None: all
 
 
 _NO_LICENCE = "published for research without a formal licence"
@@ -674,7 +674,7 @@ def _read_dataset(spec, name, root, splits, download):
 
 
 def _find_dataset(name):
-    "Key of DATASETS for a name in any spelling."
+    "Return the key of DATASETS for a name in any spelling."
     wanted = str(name).lower().replace("-", "").replace("_", "")
     for key in DATASETS:
         if key.replace("_", "") == wanted:
@@ -709,7 +709,7 @@ def open_dataset(
     per_class, notes = per_class or spec.per_class, f"splits {', '.join(splits)}"
     keep = np.arange(len(data.y))
     if per_class is not None:
-        keep, notes = sample_per_class(data.y, per_class, seed), f"{notes}; {per_class} rows a class by seed {seed}"
+        keep, notes = sample_per_class(data.y, per_class, seed), f"{notes}; {per_class} rows per class by seed {seed}"
     try:
         return _make_source(
             key if splits == spec.default else f"{key}_{'_'.join(splits)}",

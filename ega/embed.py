@@ -109,7 +109,7 @@ def _encode_batch(encoder, inputs):
     x = np.asarray(encoder.encode(inputs), np.float32)
     if x.ndim != 2 or len(x) != len(inputs):
         raise InputError(
-            f"encoder {encoder.name} must return one vector an input: {len(inputs)} inputs, output of shape {x.shape}"
+            f"encoder {encoder.name} must return one vector per input: {len(inputs)} inputs, output of shape {x.shape}"
         )
     return x
 

@@ -394,7 +394,7 @@ ENCODER_LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
 # %% ../nbs/library/07_encoders.ipynb #tensors-only
 @contextmanager
 def _tensors_only():
-    "Inside the block, torch.load reads only tensors and runs no code of the file, however a library calls it."
+    "Restrict torch.load to tensors inside the block, also where another library calls it."
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

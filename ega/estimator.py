@@ -461,7 +461,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     selection_ : Selection
         Selected method and strength, the reason, and the table of all candidates.
     cv_results_ : dict of ndarray
-        The table as `GridSearchCV.cv_results_` has it: an entry a candidate and strength, with params,
+        The table as `GridSearchCV.cv_results_` has it: an entry per candidate and strength, with params,
         mean_seen_change, mean_unseen_change and their bounds, the changes on each fold (split0_seen_change,
         ...), mean_fit_time and rank. Empty if nothing was compared.
     frozen_ : bool

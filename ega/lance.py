@@ -109,7 +109,7 @@ def _check_columns(table, id_column, vector_column, dim):
     width = table.schema.field(vector_column).type.list_size
     if width != dim:
         raise InputError(
-            f"{vector_column!r} must have {dim} numbers a row, as the adapter expects, got {width}; "
+            f"{vector_column!r} must have {dim} numbers per row, as the adapter expects, got {width}; "
             "were the vectors made by another encoder?"
         )
 

@@ -48,7 +48,7 @@ def _check_batch(
         raise InputError(f"z must have shape (N, d) with at least one row, got {tuple(z.shape)}; skip empty batches")
     if not isinstance(y, torch.Tensor) or y.shape != z.shape[:1]:
         raise InputError(
-            f"y must be a tensor with one label a row: {len(z)} rows, "
+            f"y must be a tensor with one label per row: {len(z)} rows, "
             f"got {type(y).__name__} of shape {tuple(getattr(y, 'shape', ()))}; pass the labels of the same batch"
         )
     if not tau > 0:
@@ -202,14 +202,14 @@ def displacement_penalty(
 def _proxy_cosines(
     z: torch.Tensor,  # (N, d) unit rows
     y: torch.Tensor,  # (N,) int labels in 0..C-1
-    proxies: torch.Tensor,  # (C, d) one vector a class, any length
+    proxies: torch.Tensor,  # (C, d) one vector per class, any length
     tau: float,  # temperature
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (N, C) cosines; (N, C) bool, True at the row's own class
     "Cosines of embeddings and proxies."
     _check_batch(z, y, tau)
     if proxies.ndim != 2 or proxies.shape[1] != z.shape[1]:
         raise InputError(
-            f"proxies must have shape (C, {z.shape[1]}), got {tuple(proxies.shape)}; pass one vector a class"
+            f"proxies must have shape (C, {z.shape[1]}), got {tuple(proxies.shape)}; pass one vector per class"
         )
     return z @ F.normalize(proxies, dim=1).T, y[:, None] == torch.arange(len(proxies), device=z.device)
 
@@ -217,7 +217,7 @@ def _proxy_cosines(
 def cosface(
     z: torch.Tensor,  # (N, d) unit rows
     y: torch.Tensor,  # (N,) int labels in 0..C-1
-    proxies: torch.Tensor,  # (C, d) one trainable vector a class; normalised here
+    proxies: torch.Tensor,  # (C, d) one trainable vector per class; normalised here
     *,
     margin: float = 0.65,  # subtracted from the cosine with the own proxy
     tau: float = 1 / 30,  # temperature; the usual scale is 1/tau
@@ -230,7 +230,7 @@ def cosface(
 def proxy_anchor(
     z: torch.Tensor,  # (N, d) unit rows
     y: torch.Tensor,  # (N,) int labels in 0..C-1
-    proxies: torch.Tensor,  # (C, d) one trainable vector a class; normalised here
+    proxies: torch.Tensor,  # (C, d) one trainable vector per class; normalised here
     *,
     margin: float = 0.1,  # added on both sides
     tau: float = 1 / 32,  # temperature

@@ -323,7 +323,7 @@ def _group_lines(c):
 
 
 def _class_lines(table, class_name):
-    "Texts of the table of classes."
+    "Format one list of texts for each row of the table of classes."
     lines = []
     for r in table.itertuples():
         found = class_name(r.found_instead) if r.found_instead >= 0 else "–"

@@ -79,7 +79,7 @@ def _update_best(best_ids, best_scores, scores, rows):
         limit = np.minimum(limit, np.nextafter(bound, np.float32(np.inf)))  # scores equal to the bound must enter
     query, column = _entries_below(scores, limit)
 
-    # One table row a query: the k entries kept so far, then its new entries, then padding.
+    # One table row per query: the k entries kept so far, then its new entries, then padding.
     n_new = np.bincount(query, minlength=m)
     first_new = np.cumsum(n_new) - n_new  # where the new entries of each query begin in `query`
     place = k + np.arange(len(query)) - np.repeat(first_new, n_new)
@@ -345,7 +345,7 @@ def _list_contents(index, number):
 
 # %% ../nbs/library/12_search.ipynb #scan
 def _search_lists(index, xq, lists, k):
-    "Row numbers (nq, k) of the nearest rows in the probed `lists` (nq, nprobe), one product a list; -1 padded."
+    "Row numbers (nq, k) of the nearest rows in the probed `lists` (nq, nprobe), one product per list; -1 padded."
     best_ids, best_scores = _empty_best(xq, k)
     for number, size in enumerate(_list_sizes(index).tolist()):
         queries = np.flatnonzero((lists == number).any(1))

@@ -142,7 +142,7 @@ def _compare_on_one_thread(*args, **kwargs):
 
 
 def _compare_on_folds(x, y, folds, candidates, *, n_jobs, verbose, **settings):
-    "One FoldComparison a fold, in the order of the folds."
+    "One FoldComparison per fold, in the order of the folds."
     if n_jobs is not None or effective_n_jobs(None) > 1:  # the second: inside joblib.parallel_config
         jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
         with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
@@ -196,7 +196,7 @@ def score_candidates(
     rng: np.random.Generator,  # of the bootstrap
     seconds: "dict[str, float] | None" = None,  # {name: seconds}
     n_boot: int = 1000,  # bootstrap replicates
-) -> pd.DataFrame:  # a row a candidate and strength, frozen first; changes in points
+) -> pd.DataFrame:  # a row per candidate and strength, frozen first; changes in points
     "Summarise the changes of every candidate and apply the safety check."
     parts = []
     for which, part in enumerate(("seen", "unseen")):
@@ -229,12 +229,12 @@ class Selection:
     method: str  # name of the selected candidate; "frozen" when none passed
     strength: float  # 0 when frozen
     reason: str  # one sentence
-    table: pd.DataFrame  # a row a candidate and strength, from score_candidates; empty if nothing was compared
+    table: pd.DataFrame  # a row per candidate and strength, from score_candidates; empty if nothing was compared
     max_unseen_loss: float | None  # points of LP@1; None: nothing was compared
     confidence: float  # of the one-sided bounds
     n_classes: int  # seen classes with two rows or more
     config: "MethodConfig | None" = field(default=None, repr=False)  # of the selected candidate
-    cv_results: dict = field(default_factory=dict, repr=False)  # {column: array}, a row a candidate and strength
+    cv_results: dict = field(default_factory=dict, repr=False)  # {column: array}, a row per candidate and strength
 
     @property
     def frozen(self) -> bool:

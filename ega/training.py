@@ -198,7 +198,7 @@ class TrainConfig:
     weight_decay: float = 1e-4
     schedule: str = field_omitted_at_default(
         "cosine"
-    )  # of the learning rate, one step an epoch: "cosine" to 0, or "constant"
+    )  # of the learning rate, one step per epoch: "cosine" to 0, or "constant"
 
     def __post_init__(self):
         check_positive_int(self.epochs, "TrainConfig.epochs")
@@ -563,7 +563,7 @@ def _check_stackable(adapters, rows, labels, config: TrainConfig) -> None:
     properties: dict[str, list] = {
         "architecture": [(type(a).__name__, *(tuple(p.shape) for p in a.parameters())) for a in adapters],
         "number of classes": [len(np.unique(run_labels)) for run_labels in labels],
-        "number of steps an epoch": [-(-len(run_rows) // config.batch_size) for run_rows in rows],
+        "number of steps per epoch": [-(-len(run_rows) // config.batch_size) for run_rows in rows],
     }
     for name, values in properties.items():
         if len(set(values)) > 1:
@@ -576,7 +576,7 @@ def _check_one_per_run(n_runs: int, **lists) -> None:
     "Check that every list has one entry for each run."
     for name, entries in lists.items():
         if len(entries) != n_runs:
-            raise InputError(f"{name} must have one entry a run: {n_runs}, got {len(entries)}")
+            raise InputError(f"{name} must have one entry per run: {n_runs}, got {len(entries)}")
 
 # %% ../nbs/library/16_training.ipynb #train-stacked
 def _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, device) -> list[TrainHistory]:

@@ -90,7 +90,7 @@ def _write_progress(path, provenance, rows):
 
 # %% ../nbs/library/23_transform.ipynb #read-progress
 class _Progress(NamedTuple):
-    "How far an earlier run came."
+    "The state in which an interrupted run left the target."
 
     started: bool  # there is a progress file
     rows: int  # rows on disk
@@ -715,7 +715,7 @@ def transform_ray(
     device: str | torch.device | None = None,  # None: CUDA where a task has one
     progress: bool = False,  # show the bars of Ray
 ) -> TransformResult:
-    "Transform a folder as `transform_file` does, one file a task, on all machines of a Ray cluster."
+    "Transform a folder as `transform_file` does, one file per task, on all machines of a Ray cluster."
     started = time.monotonic()
     options = TransformOptions(column, batch_size, dtype, precision, bool(normalize), threads, device)
     module, source_path, target_path = _prepare(adapter, source, target, options)

@@ -35,7 +35,7 @@ def exported(root, folder):
 
 
 def complaints(root):
-    "One line a file that is out of step."
+    "One line per file that is out of step."
     with tempfile.TemporaryDirectory() as folder:
         now, then = digests(root), digests(exported(root, Path(folder)))
 

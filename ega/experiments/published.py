@@ -331,7 +331,7 @@ def build_cells(
     protocol,  # "paper", "released" or "strict"
     epochs=None,  # None: those of the protocol; fewer make a trial
 ):  # list of PublishedCell
-    "The cells of a table or figure under a protocol. Raises `InputError` for an unknown name."
+    "Build the PublishedCell list of a table or figure under a protocol. Raises `InputError` for an unknown name."
     if protocol not in ("paper", "released", "strict"):
         raise InputError(f"protocol must be paper, released or strict, got {protocol!r}")
     artefacts = list_tables_and_figures(printed)

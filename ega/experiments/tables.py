@@ -90,7 +90,7 @@ def write_text(
     path,  # of the file
     text,  # its content; None: remove the file
 ):  # the text
-    "Write a file completely, or remove it."
+    "Write a text file completely; a text of None removes the file, so that no table outlives its results."
     if text is None:
         Path(path).unlink(missing_ok=True)
     else:

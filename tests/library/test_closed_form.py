@@ -269,7 +269,7 @@ def test_fewer_rows_than_dimensions_need_shrinkage():
         (lambda x, y: ValidatedWCCN(cv=1).fit(x, y), "cv must be an integer >= 2"),
         (lambda x, y: ValidatedWCCN(max_rows=1).fit(x, y), "max_rows must be an integer >= 2"),
         (lambda x, y: WCCN().fit(x, y).transform(x[:, :3]), "8 columns"),
-        (lambda x, y: WCCN().fit(x, y[:-1]), "one label a row"),
+        (lambda x, y: WCCN().fit(x, y[:-1]), "one label per row"),
     ],
 )
 def test_bad_input_is_refused(call, text):

@@ -460,7 +460,7 @@ def test_imagenet_samples_35_rows_per_class(tmp_path):
         and s.ids == again.ids != other.ids
         and s.classes == ("n01", "n02")
     )
-    assert "35 rows a class by seed 42" in s.meta["notes"] and sorted(s.ids) == s.ids
+    assert "35 rows per class by seed 42" in s.meta["notes"] and sorted(s.ids) == s.ids
     assert (
         open_dataset("imagenet", tmp_path / "train", per_class=3).y.tolist() == [0] * 3 + [1] * 3
     )  # the class folders themselves

@@ -260,7 +260,7 @@ def test_bad_arguments_are_rejected(folder, tmp_path):
         def encode(self, batch):
             return np.zeros(len(batch))
 
-    with pytest.raises(InputError, match="one vector an input"):
+    with pytest.raises(InputError, match="one vector per input"):
         embed(folder, Flat(), tmp_path / "q.parquet", **QUIET)
     (tmp_path / "t.csv").write_text("text\nhello\n")
     with pytest.raises(InputError, match="takes images, but t holds texts"):

@@ -236,7 +236,7 @@ print(peak() - before)
 
 
 def test_resident_memory_of_leave_one_out_is_bounded():
-    "Beyond the input: 60 MB of tiles and 100 bytes a neighbour (18 MB). All scores at once would take 1.6 GB."
+    "Beyond the input: 60 MB of tiles and 100 bytes per neighbour (18 MB). All scores at once would take 1.6 GB."
     assert float(run(PEAK)) < 60 + 20_000 * 9 * 100 / 1e6
 
 
@@ -312,7 +312,7 @@ def test_build_ivf_prints_no_warning_for_small_lists(capfd):
 
 
 def test_ivf_is_deterministic_and_seeded():
-    xq, xb = rows(100, 16, 20), rows(6000, 16, 21)  # above 256 rows a list: the seed also samples
+    xq, xb = rows(100, 16, 20), rows(6000, 16, 21)  # above 256 rows per list: the seed also samples
     first, again, other = (
         ivf_sweep(xq, xb, nlist=10, nprobes=(1,), k=3, kmeans_seed=s, device="cpu")[1] for s in (1, 1, 2)
     )

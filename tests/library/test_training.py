@@ -220,7 +220,7 @@ def test_fewer_rows_than_a_batch_and_a_short_last_batch():
 def test_bad_input_is_refused_before_the_first_step():
     x, y = make_data()
     for change, words in (
-        (dict(y=y[:-1]), "one label a row"),
+        (dict(y=y[:-1]), "one label per row"),
         (dict(y=np.zeros(150, int)), "at least 2 classes"),
         (dict(y=np.r_[y[:-1], -1]), "label -1"),
         (dict(x=3 * x), "unit rows"),
@@ -418,8 +418,8 @@ def test_objectives_with_own_parameters_cannot_be_stacked():
 
 def test_runs_that_cannot_share_their_steps_are_refused():
     cases = {
-        "steps an epoch": dict(sizes=(150, 100, 150)),
-        "one entry a run": dict(settings={"margin": [0.1, 0.2], "lam": [0.0, 0.0, 0.0]}),
+        "steps per epoch": dict(sizes=(150, 100, 150)),
+        "one entry per run": dict(settings={"margin": [0.1, 0.2], "lam": [0.0, 0.0, 0.0]}),
     }
     for words, change in cases.items():
         with pytest.raises(InputError, match=words):
