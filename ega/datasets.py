@@ -229,6 +229,7 @@ def read_clinc(
 
 # %% ../nbs/library/06_datasets.ipynb #f7dd9b27
 _CIFAR = "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
+# Metadata of the packs made from these files and folders, by the name of the file or folder without its ending.
 KNOWN_SOURCE_METADATA = {
     "tiny_imagenet_val": dict(
         set="tiny200",

@@ -62,6 +62,16 @@ def copy_all(
 if __name__ == "__main__":
     copies = copy_all()
     if "--run" in sys.argv:
-        options = ["-q", "--nbval", "--nbval-current-env", "--nbval-sanitize-with", "tests/sanitize.cfg"]
+        options = [
+            "-q",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "--nbval",
+            "--nbval-current-env",
+            "--nbval-sanitize-with",
+            "tests/sanitize.cfg",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *(f.relative_to(root).as_posix() for f in copies)]
         sys.exit(subprocess.run(command, cwd=root).returncode)

@@ -6,14 +6,15 @@
 __all__ = ['BenchmarkData', 'GROUPS', 'COLUMNS', 'make_clusters', 'torch_released_ega', 'benchmark_data', 'training_loop_job',
            'PerItemTripletDataset', 'three_pass_triplet_loss', 'one_pass_dataset_triplet_loss',
            'torch_dataloader_dataset_triplets', 'torch_dataset_triplets', 'ega_dataset_triplets', 'ega_batch_triplets',
-           'count_rows_per_step', 'floor_dataset_triplets', 'sparse_floor_dataset_triplets', 'floor_batch_triplets',
-           'sparse_floor_batch_triplets', 'torch_batch_triplets', 'pml_one_triplet_per_anchor', 'pml_all_triplets',
-           'pml_trainer', 'sentence_transformers_dataset_triplets', 'sentence_transformers_batch_triplets',
-           'torch_supcon', 'pml_supcon', 'ega_supcon', 'floor_supcon', 'margin_for_active_ratio',
-           'torch_at_active_ratio', 'ega_at_active_ratio', 'faiss_exact', 'ega_exact', 'faiss_loo', 'ega_loo',
-           'faiss_index_rebuilt_per_setting', 'faiss_index_built_once', 'ega_sweep', 'torch_transform', 'ega_transform',
-           'floor_transform', 'encoder_alone', 'decode_then_encode', 'ega_embed', 'start_python', 'start_ega',
-           'start_ega_help', 'start_torch', 'describe_machine', 'run_benchmarks', 'write_results']
+           'count_distinct_and_active_rows', 'floor_dataset_triplets', 'sparse_floor_dataset_triplets',
+           'floor_batch_triplets', 'sparse_floor_batch_triplets', 'torch_batch_triplets', 'pml_one_triplet_per_anchor',
+           'pml_all_triplets', 'pml_trainer', 'sentence_transformers_dataset_triplets',
+           'sentence_transformers_batch_triplets', 'torch_supcon', 'pml_supcon', 'ega_supcon', 'floor_supcon',
+           'margin_for_active_ratio', 'torch_at_active_ratio', 'ega_at_active_ratio', 'faiss_exact', 'ega_exact',
+           'faiss_loo', 'ega_loo', 'faiss_index_rebuilt_per_setting', 'faiss_index_built_once', 'ega_sweep',
+           'torch_transform', 'ega_transform', 'floor_transform', 'encoder_alone', 'decode_then_encode', 'ega_embed',
+           'start_python', 'start_ega', 'start_ega_help', 'start_torch', 'describe_machine', 'run_benchmarks',
+           'write_results']
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #095be58d
 import json
@@ -250,11 +251,11 @@ def ega_batch_triplets(size, folder):
     return _ega_training_job(size, folder, lambda start: batch_triplet_objective(size["margin"]))
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #counted
-def count_rows_per_step(
+def count_distinct_and_active_rows(
     start,  # BenchmarkData
     draw,  # function of (rows, gen) -> Triplets of row numbers, and the rows that are forwarded
 ):  # list of (N, M), one a step: distinct rows forwarded, and rows in an active triplet
-    "Count the rows of each step along one repeat of a plain training loop."
+    "Distinct rows, and rows of active triplets, in each step of one repeat of a plain training loop."
     import torch
 
     from ega.losses import triplet_violations
@@ -309,7 +310,7 @@ def _products(steps, d, hidden, similarities=False):
 def _floor_job(size, folder, build_draw, active_only=False):
     "Job of the matrix products alone, backward over all rows or only over those in an active triplet."
     start = benchmark_data(size, folder)
-    counts = count_rows_per_step(start, build_draw(start))
+    counts = count_distinct_and_active_rows(start, build_draw(start))
     steps = counts if active_only else [(n, n) for n, _ in counts]
     return Job(_products(steps, size["d"], size["hidden"]), _n_steps(size))
 

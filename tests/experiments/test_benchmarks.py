@@ -326,7 +326,7 @@ def test_margin_for_reaches_the_active_ratio(start, rho):
 def test_floors_count_the_rows_of_a_step(start):
     "Against brute force on the first step of the epoch that is replayed."
     for draw in (benchmarks._whole_set_draw(start), benchmarks._in_batch_draw(start)):
-        steps = benchmarks.count_rows_per_step(start, draw)
+        steps = benchmarks.count_distinct_and_active_rows(start, draw)
         gen = torch.Generator().manual_seed(1)
         rows = torch.randperm(240, generator=gen).split(64)[0]
         t, forward = draw(rows, gen)
