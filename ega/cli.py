@@ -79,16 +79,22 @@ def _embed(args):
     print(f"{result.rows} rows in {result.path}")
 
 # %% ../nbs/library/28_cli.ipynb #read
-def _read_inputs(args):
-    "Embeddings and labels from the files a command was given."
+def _read_inputs(args, fitted_classes=()):
+    "Embeddings and labels from the files a command was given; fitted_classes: those of the adapter, if it has any."
     from ega.arrays import InputError
     from ega.vectors import read_embeddings, read_labels
 
     x, y = read_embeddings(args.source, args.column)
-    if args.labels:
-        y = read_labels(args.labels, args.label_column)
-    if y is None:
-        raise InputError(f"{args.source} holds no labels; name a .npy or .csv file of labels after it")
+    if not args.labels:
+        is_table = y is None and args.source.endswith(".parquet")
+        if args.label_column and not is_table:
+            raise InputError("--label-column has no effect: it is for a .csv or .parquet file that is not a pack")
+        if y is not None:
+            return x, y
+        if not is_table:
+            raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
+    is_text = any(isinstance(name, str) for name in fitted_classes)
+    y = read_labels(args.labels or args.source, args.label_column, len(x), unlabelled=args.unlabelled, as_texts=is_text)
     return x, y
 
 
@@ -112,7 +118,7 @@ def _fit(args):
         n_jobs=args.n_jobs,
         device=args.device,
         verbose=_show_progress(args),
-    ).fit(x, y)
+    ).fit(x, y, unlabelled=args.unlabelled)
     adapter.save(args.out)
     selection = adapter.selection_
     if args.json:
@@ -163,8 +169,9 @@ def _evaluate(args):
     from ega.estimator import EmbeddingAdapter
     from ega.evaluation import evaluate
 
-    x, y = _read_inputs(args)
-    frame = evaluate(EmbeddingAdapter.load(args.adapter), x, y, random_state=args.seed)
+    adapter = EmbeddingAdapter.load(args.adapter)
+    x, y = _read_inputs(args, adapter.classes_)
+    frame = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     print(frame.to_json(orient="records") if args.json else _format_evaluation(frame))
 
 # %% ../nbs/library/28_cli.ipynb #report
@@ -174,12 +181,14 @@ def _report(args):
     from ega.estimator import EmbeddingAdapter
     from ega.report import summary_sentence, write_report
 
-    x, y = _read_inputs(args)
+    adapter = EmbeddingAdapter.load(args.adapter)
+    x, y = _read_inputs(args, adapter.classes_)
     comparison = write_report(
-        EmbeddingAdapter.load(args.adapter),
+        adapter,
         x,
         y,
         args.out,
+        unlabelled=args.unlabelled,
         source=open_input_source(args.show) if args.show else None,
         random_state=args.seed,
     )
@@ -458,9 +467,24 @@ def _data_arguments(command):
         help="embeddings: .npy, .npz, .safetensors, .parquet with a column of float lists, or a pack, which "
         "holds labels",
     )
-    add("labels", nargs="?", help=".npy or .csv file of labels; -1 or empty for an unlabelled row")
+    add(
+        "labels",
+        nargs="?",
+        help=".npy, .csv or .parquet file of labels (default: those in source); a row is unlabelled if its label is "
+        "missing or empty, or the integer -1",
+    )
     add("--column", help=MATRIX_COLUMN_HELP)
-    add("--label-column", metavar="NAME", help="column of a .csv (default: label, or the only one)")
+    add(
+        "--label-column",
+        metavar="NAME",
+        help="column of a .csv or .parquet of labels (default: label, or the only one)",
+    )
+    add(
+        "--unlabelled",
+        nargs="*",
+        metavar="VALUE",
+        help="further labels that mean no label, such as nan or -1 among texts; without a VALUE all texts are classes",
+    )
     add("--seed", type=int, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
 # %% ../nbs/library/28_cli.ipynb #fit-own-arguments

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_labels, encode_labels, import_optional, rows_by_class
+from .arrays import InputError, check_labels, encode_labels, import_optional, parse_label_fields, rows_by_class
 from .files import READ_ERRORS, file_hash, read_csv_columns, read_json, read_npz
 from .packs import ClassSplit
 
@@ -73,6 +73,12 @@ def _hash_items(items, ids):
     return digest.hexdigest()
 
 # %% ../nbs/library/06_datasets.ipynb #make-source
+def _encode_names(names):
+    "Labels (n,) and the class names, in alphabetical order; an empty name: unlabelled, any other is a class."
+    y, classes = encode_labels(names, unlabelled=[])
+    return y, tuple(classes.tolist())
+
+
 def _make_source(name, items, ids, y, split, classes, meta):
     "A source of paths, arrays or texts; its fingerprint covers items, labels, splits and class names."
     y = np.array(y, np.int64)
@@ -106,7 +112,7 @@ def read_image_folder(
     has_splits = {file.parts[0] for file in files} <= {"train", "val", "test"}
     split = [file.parts[0] if has_splits else "" for file in files]
     below_split = [file.parts[1:] if has_splits else file.parts for file in files]
-    y, classes = encode_labels([parts[0] if len(parts) > 1 else None for parts in below_split])
+    y, classes = _encode_names([parts[0] if len(parts) > 1 else "" for parts in below_split])
     return _make_source(root.resolve().name, [root / file for file in files], ids, y, split, classes, {})
 
 
@@ -177,7 +183,8 @@ def read_csv_source(
         raise InputError(f"{path}: expected a header with a column 'text' or 'image' and at least one row, got {found}")
     items = columns[column]
     empty = [""] * len(items)
-    y, classes = encode_labels(columns.get("label", empty))
+    labels = parse_label_fields(columns.get("label", empty))  # 3.0 and 3 are one class, and NA beside them is none
+    y, classes = _encode_names(["" if label == -1 else str(label) for label in labels.tolist()])
     default_ids = items if column == "image" else [str(i) for i in range(len(items))]
     ids = [name or default for name, default in zip(columns.get("id", empty), default_ids)]
     if column == "image":
@@ -222,7 +229,7 @@ def read_clinc(
             f"oos_test, got {type(error).__name__}; use a .csv for other texts"
         ) from error
     split, numbers, texts, intents = zip(*rows)
-    y, classes = encode_labels(list(intents))
+    y, classes = _encode_names(intents)
     ids = [f"{name}_{i:05d}" for name, i in zip(split, numbers)]
     known = KNOWN_SOURCE_METADATA["clinc150"]
     return _make_source(known["set"], texts, ids, y, split, classes, known)
@@ -461,7 +468,7 @@ def _read_imagenet(root, key, splits, download):
             rows += [(file, folder.name, split) for file in files]
     if not rows:
         raise FileNotFoundError(f"no folders like {' or '.join(splits)}/n01440764 in it")
-    y, ids = encode_labels([synset for _, synset, _ in rows])
+    y, ids = _encode_names([synset for _, synset, _ in rows])
     files, _, split_names = map(list, zip(*rows))
     return DatasetRows(files, y.tolist(), split_names, _name_synsets(root, ids))
 
@@ -491,7 +498,7 @@ def _read_banking77(root, key, splits, download):
                 texts.append(row["text"])
                 categories.append(row["category"])
                 split_names.append(split)
-    y, classes = encode_labels(categories)
+    y, classes = _encode_names(categories)
     return DatasetRows(texts, y.tolist(), split_names, classes)
 
 # %% ../nbs/library/06_datasets.ipynb #91e9b771

@@ -29,7 +29,13 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
+from ega.arrays import (
+    InputError,
+    check_and_normalize,
+    check_rows_per_class,
+    encode_labels,
+    import_optional,
+)
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
 from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
@@ -533,7 +539,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         self.device = device
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> "EmbeddingAdapter":
+    def fit(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
         """Select a method and its strength, then fit it on all labelled rows.
 
         Parameters
@@ -542,7 +548,12 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             Embeddings: array, memory map, tensor or DataFrame. Rows may have any norm but 0; they are
             brought to norm 1.
         y : array-like of shape (n,)
-            Labels: integers, -1 for an unlabelled row; or texts, "" or None for an unlabelled row.
+            Labels: integers or texts, in an array, list, Series, Categorical or tensor. A row is unlabelled
+            if its label is missing (None, NaN, NA), the empty text, or the integer -1. Texts that often
+            stand for a missing label, such as "-1", "nan" or " ", raise an error that asks for `unlabelled`.
+        unlabelled : sequence, optional
+            Further labels that mean "no label", such as ["-1"] or [0]; nothing is asked then. An empty list
+            says that all texts but the empty one are classes.
 
         Returns
         -------
@@ -552,11 +563,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         Raises
         ------
         InputError
-            If X or y is not as described, or a parameter of the constructor is out of range.
+            If X or y is not as described, a parameter of the constructor is out of range, or there are
+            more than half as many classes as labelled rows, of which there are 20 or more.
         """
         x = check_and_normalize(X)
         _check_columns(self, X, reset=True)
-        labels, classes = encode_labels_with_missing(y, len(x))
+        labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+        check_rows_per_class(labels, classes)
         self.classes_ = classes
         self.n_features_in_ = self._n_features_out = x.shape[1]
         self.selection_ = _select(self, x, labels)

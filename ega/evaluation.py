@@ -7,13 +7,14 @@ __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'knn_among_rows', 'LabelHits', 'label_hi
            'LabelPrecisionChange', 'change_against_frozen', 'evaluate_embeddings', 'evaluate']
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-imports-code
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from .adapters import transform
-from .arrays import InputError, check_and_normalize, check_labels, encode_labels_with_missing
+from .arrays import InputError, check_and_normalize, check_labels, encode_labels, match_classes
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -149,7 +150,13 @@ def _percent(values):
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-estimator-code
 def evaluate(
-    estimator: Any, X: np.ndarray, y: np.ndarray, *, random_state: int = 0, confidence: float = 0.95
+    estimator: Any,
+    X: np.ndarray,
+    y: np.ndarray,
+    *,
+    unlabelled: Sequence | None = None,
+    random_state: int = 0,
+    confidence: float = 0.95,
 ) -> pd.DataFrame:
     """Compare adapted with frozen embeddings by LP@1, on the classes the estimator was fitted on and on all others.
 
@@ -163,7 +170,9 @@ def evaluate(
     X : array-like of shape (n, d)
         Embeddings; rows are normalised to unit length.
     y : array-like of shape (n,)
-        Labels of the kind given to `fit`: integers or strings. Rows labelled -1 or "" are unlabelled and not used.
+        Labels of the kind given to `fit`: integers or texts. Unlabelled rows are not used.
+    unlabelled : sequence, optional
+        Labels that mean "no label", see `EmbeddingAdapter.fit`.
     random_state : int, default=0
         Seed of the bootstrap.
     confidence : float, default=0.95
@@ -211,16 +220,8 @@ def evaluate(
 
     check_is_fitted(estimator, "adapter_")
     x = check_and_normalize(X, estimator.n_features_in_)
+    labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+    seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
     z = transform(estimator.adapter_, x, device=estimator.device)
-    labels, seen = _labels_and_seen(y, estimator.classes_, len(x))
     options = dict(device=estimator.device, random_state=random_state, confidence=confidence)
     return evaluate_embeddings(x, z, labels, seen, **options)
-
-# %% ../nbs/library/20_evaluation.ipynb #eval-seen-code
-def _labels_and_seen(y, fitted_classes, n):
-    "Labels (n,) as integers, -1: unlabelled, and whether each is one of the fitted classes (n,)."
-    labels, classes = encode_labels_with_missing(y, n)  # positions in `classes`, or -1
-    if len(classes) and len(fitted_classes) and classes.dtype.kind != fitted_classes.dtype.kind:
-        kind = "strings" if fitted_classes.dtype.kind == "U" else "integers"
-        raise InputError(f"labels must be {kind}, as in fit, got {classes.dtype}; convert them")
-    return labels, np.isin(labels, np.flatnonzero(np.isin(classes, fitted_classes)))

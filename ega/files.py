@@ -10,9 +10,11 @@ __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'fi
 # %% ../nbs/library/03_files.ipynb #exported-imports
 import csv
 import hashlib
+import io
 import json
 import math
 import os
+import re
 import struct
 import tempfile
 import tokenize
@@ -188,8 +190,44 @@ def read_json(
 
 # %% ../nbs/library/03_files.ipynb #read-csv-columns
 _MAX_CSV_COLUMNS = 1000
+_DELIMITERS = ",;\t|"
+_QUOTED_FIELD = r'(?:\A|(?<=[,;\t|]))"[^"]*(?:""[^"]*)*"'
+_HEADER = re.compile(rf"(?:{_QUOTED_FIELD}|[^\r\n])*")
 
 
+def _decode_table(raw):
+    "The text in the bytes of a table: UTF-8, or UTF-16 with its mark at the beginning; or raise ValueError."
+    try:
+        text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        if "\0" in text:
+            raise ValueError("it holds NUL characters")
+    except ValueError as error:
+        raise ValueError("it is not UTF-8 text: in Excel save it as 'CSV UTF-8'") from error
+    if not text.strip("\r\n"):
+        raise ValueError("it is empty")
+    return text.lstrip("\r\n")
+
+
+def _split_table(text, delimiter):
+    "The header and the rows; an empty line is a row only in a table of one column."
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header = next(lines)
+    return header, [line or [""] for line in lines if line or len(header) == 1]
+
+
+def _find_delimiter(text):
+    "The delimiter of a table: the one in its header, or the one of several that divides all rows alike."
+    header = re.sub(_QUOTED_FIELD, "", _HEADER.match(text)[0])
+    found = [d for d in _DELIMITERS if d in header]
+    if len(found) > 1:
+        tables = {d: _split_table(text, d) for d in found}
+        alike = [d for d, (names, rows) in tables.items() if {len(row) for row in rows} <= {len(names)}]
+        if len(alike) != 1:
+            raise ValueError(f"the header holds {' and '.join(map(repr, found))}: quote names that hold a delimiter")
+        found = alike
+    return found[0] if found else ","
+
+# %% ../nbs/library/03_files.ipynb #read-csv-columns-2
 def _check_csv(header, rows, required):
     "Raise ValueError if a header or a row of a CSV file is malformed."
     if len(header) > _MAX_CSV_COLUMNS:
@@ -204,7 +242,7 @@ def _check_csv(header, rows, required):
 
 
 def read_csv_columns(
-    path: Path | str,  # UTF-8 file with a header
+    path: Path | str,  # text with a header; its delimiter is a comma, a semicolon, a tab or |
     expected: str,  # description of the expected content, for error messages
     required: Sequence[str] = (),  # columns it must have
 ) -> dict[str, list[str]]:  # column -> texts; missing fields at the end of a line are ""
@@ -212,10 +250,8 @@ def read_csv_columns(
     path = Path(path)
     _check_is_file(path, expected)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
-            lines = csv.reader(f)
-            header = next((line for line in lines if line), [])
-            rows = [line or [""] for line in lines if line or len(header) == 1]
+        text = _decode_table(path.read_bytes())
+        header, rows = _split_table(text, _find_delimiter(text))
         _check_csv(header, rows, required)
     except READ_ERRORS as error:
         raise InputError(

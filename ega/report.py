@@ -24,8 +24,9 @@ from ega.arrays import (
     check_embeddings,
     check_labels,
     check_unit_norm,
-    encode_labels_with_missing,
+    encode_labels,
     import_optional,
+    match_classes,
     spawn_rngs,
 )
 from .evaluation import EXTRA_NEIGHBOURS_FOR_TIES, change_against_frozen, knn_among_rows, label_hits
@@ -656,17 +657,18 @@ def write_comparison(
     return path
 
 # %% ../nbs/library/27_report.ipynb #estimator-report
-def _write_report(estimator, X, y, path, source, random_state):
+def _write_report(estimator, X, y, path, unlabelled, source, random_state):
     "See `write_report`."
     from sklearn.utils.validation import check_is_fitted
 
     from ega.adapters import transform
 
     check_is_fitted(estimator)
-    x, (labels, classes) = check_and_normalize(X, estimator.n_features_in_), encode_labels_with_missing(y, len(X))
+    x = check_and_normalize(X, estimator.n_features_in_)
+    labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+    seen = np.flatnonzero(match_classes(classes, estimator.classes_))
     is_training_data = hash_arrays(x, labels) == estimator.data_fingerprint_
     z = transform(estimator.adapter_, x, device=estimator.device)
-    seen = np.flatnonzero(np.isin(classes, estimator.classes_))
     fitted = np.flatnonzero(labels >= 0) if is_training_data else None
     c = compare_spaces(x, z, labels, seen=seen, fitted=fitted, random_state=random_state)
     s = estimator.selection_
@@ -677,7 +679,14 @@ def _write_report(estimator, X, y, path, source, random_state):
 
 # %% ../nbs/library/27_report.ipynb #report-2
 def write_report(
-    estimator: Any, X: Any, y: Any, path: Path | str, *, source: Any = None, random_state: int = 0
+    estimator: Any,
+    X: Any,
+    y: Any,
+    path: Path | str,
+    *,
+    unlabelled: Any = None,
+    source: Any = None,
+    random_state: int = 0,
 ) -> Comparison:
     """Compare embeddings before and after a fitted estimator and write the page.
 
@@ -688,9 +697,11 @@ def write_report(
     X : (n, d) array
         Raw embeddings; they are normalised.
     y : (n,) array of int or str
-        Labels of the same kind as in `fit`; -1, None or "" marks an unlabelled row.
+        Labels of the same kind as in `fit`.
     path : path
         The page to write, .html or .md.
+    unlabelled : sequence, optional
+        Labels that mean "no label", see `EmbeddingAdapter.fit`.
     source : Source, optional
         Source of `ega.datasets` with the same rows, to show queries as pictures or texts.
     random_state : int, default 0
@@ -731,4 +742,4 @@ def write_report(
     >>> comparison.groups[["group", "n"]].values.tolist()
     [['seen', 80], ['unseen', 40]]
     """
-    return _write_report(estimator, X, y, path, source, random_state)
+    return _write_report(estimator, X, y, path, unlabelled, source, random_state)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, normalize
+from .arrays import InputError, normalize, parse_label_fields
 from .files import READ_ERRORS, open_npy, read_csv_columns, read_npz, short_error
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
@@ -317,32 +317,91 @@ def read_embeddings(
     if vectors.pack is None:
         return np.concatenate(list(vectors.blocks(0, 2**14))), None
     es = read_pack(path)
-    return es.x, np.array([*es.classes, ""])[es.y]  # label -1 picks the empty name at the end
+    return es.x, _class_names(es)
+
+
+def _class_names(es):
+    "The class name of each row of a pack, an empty text for an unlabelled row."
+    return np.array([*es.classes, ""])[es.y]  # label -1 picks the empty text at the end
 
 # %% ../nbs/library/05_vectors.ipynb #read-labels
-_INTEGER = re.compile("-?[0-9]{1,18}")  # 18 digits always fit in int64
+def _column_name(path, names, column):
+    "The name of the column of labels: the given one, else `label`, else the only one; or raise `InputError`."
+    name = column or ("label" if "label" in names or len(names) != 1 else names[0])
+    if names.count(name) != 1:
+        raise InputError(
+            f"{path}: expected a column {name!r}, the columns are {', '.join(names)[:80]}; "
+            "name one with column= (--label-column)"
+        )
+    return name
+
+
+def _read_csv_labels(path, column, n, unlabelled, as_texts):
+    "Labels of a CSV file; see `read_labels`."
+    columns = read_csv_columns(path, "labels in a .csv file")
+    name = _column_name(path, list(columns), column)
+    fields = columns[name]
+    if n is not None and len(columns) == 1:
+        while len(fields) > n and not fields[-1]:
+            fields.pop()
+    if n is not None and len(fields) != n:
+        raise InputError(
+            f"{path}: expected one label per row: {n} rows, got {len(fields)} labels below the header {name!r}; "
+            "the first line of the file must be the header"
+        )
+    labels = parse_label_fields(fields, unlabelled)
+    if as_texts:
+        return np.array(["" if label == -1 else str(label) for label in labels.tolist()], dtype=object)
+    return labels
+
+# %% ../nbs/library/05_vectors.ipynb #read-parquet-labels
+def _is_label_type(arrow_type):
+    "Whether a column of this type holds integers, floats or texts, or categories of them."
+    import pyarrow.types as t
+
+    if t.is_dictionary(arrow_type):
+        return _is_label_type(arrow_type.value_type)
+    tests = (t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
+    return any(test(arrow_type) for test in tests)
+
+
+def _read_parquet_labels(path, column):
+    "Labels of a Parquet file, those of a pack as class names; see `read_labels`."
+    f = open_parquet(path)
+    if _pack_metadata(path, f.schema_arrow):
+        if column:
+            raise InputError(f"{path}: a pack holds one column of labels; leave out column= (--label-column)")
+        return _class_names(read_pack(path))
+    names = [name for name in f.schema_arrow.names if not re.fullmatch(r"__index_level_\d+__", name)]
+    name = _column_name(path, names, column)
+    kind = f.schema_arrow.field(name).type
+    if not _is_label_type(kind):
+        raise InputError(f"{path}: column {name!r} must hold integers or texts, got {kind}; convert it or name another")
+    try:
+        labels = [value for t in iter_tables(path, [name], 0, 2**16) for value in t[name].to_pylist()]
+    except READ_ERRORS as error:
+        raise InputError(
+            f"{path}: column {name!r} cannot be read ({short_error(error)}); copy or write it again"
+        ) from error
+    return np.array(labels, dtype=object)
 
 
 def read_labels(
-    path: Path | str,  # .npy or .csv file
-    column: str | None = None,  # CSV: column of labels; None: `label`, else the only one
-) -> np.ndarray:  # (n,) integers, with -1 for unlabelled rows, or strings, with "" for them
+    path: Path | str,  # .npy, .csv or .parquet file
+    column: str | None = None,  # .csv, .parquet: column of labels; None: `label`, else the only one
+    n: int | None = None,  # number of rows: empty lines at the end of a CSV file beyond them are dropped
+    *,
+    unlabelled: Sequence | None = None,  # as for encode_labels: such fields of a CSV file need not be integers
+    as_texts: bool = False,  # read integers of a CSV file as texts, because fit had texts
+) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.arrays.encode_labels`
     "Read stored labels, or raise `InputError`; in a CSV file of one column, an empty line is an unlabelled row."
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"{path}: no such file; expected a .npy or .csv file of labels")
+        raise InputError(f"{path}: no such file; expected a .npy, .csv or .parquet file of labels")
+    if path.suffix == ".parquet":
+        return _read_parquet_labels(path, column)
     if path.suffix == ".npy":
+        if column:
+            raise InputError(f"{path}: a .npy file has no columns; leave out column= (--label-column)")
         return np.array(open_npy(path))
-    columns = read_csv_columns(path, "labels in .npy or .csv")
-    name = column or "label"
-    if not column and name not in columns and len(columns) == 1:
-        name = next(iter(columns))
-    if name not in columns:
-        raise InputError(
-            f"{path}: expected a column {name!r}, the columns are {', '.join(columns)[:80]}; "
-            "name one with column= (--label-column)"
-        )
-    texts = np.array(columns[name], dtype=str)
-    if len(texts) and all(_INTEGER.fullmatch(text) for text in texts):
-        return texts.astype(np.int64)
-    return texts
+    return _read_csv_labels(path, column, n, unlabelled, as_texts)

@@ -499,7 +499,7 @@ def write_npy(folder):
 
 def both(x, y):
     x, _ = vectors.read_embeddings(x)
-    return digest(arrays.check_and_normalize(x), arrays.encode_labels_with_missing(vectors.read_labels(y), len(x))[0])
+    return digest(arrays.check_and_normalize(x), arrays.encode_labels(vectors.read_labels(y), len(x))[0])
 
 
 READERS["embeddings and labels .npy"] = Reader(write_npy, lambda f: both(f / "x.npy", f / "y.npy"))
@@ -540,9 +540,7 @@ def write_csv(folder):
     return ["y.csv"]
 
 
-READERS["labels .csv"] = Reader(
-    write_csv, lambda f: str(arrays.encode_labels_with_missing(vectors.read_labels(f / "y.csv"), N))
-)
+READERS["labels .csv"] = Reader(write_csv, lambda f: str(arrays.encode_labels(vectors.read_labels(f / "y.csv"), N)))
 
 
 def fit(folder):

@@ -1,10 +1,12 @@
 "Validation of arrays and labels, random generators, devices, deferred Ctrl-C and the example point sets."
 
 import doctest
+import shlex
 import signal
 import threading
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -17,11 +19,14 @@ from ega.arrays import (
     InputError,
     check_embeddings,
     check_labels,
+    check_rows_per_class,
     check_unit_norm,
     defer_sigint,
     encode_labels,
     import_optional,
+    match_classes,
     normalize,
+    parse_label_fields,
     pick_device,
     rows_by_class,
     spawn_rngs,
@@ -144,11 +149,174 @@ def test_check_labels_rejects_bad_input(bad, kwargs, message):
         check_labels(bad, **kwargs)
 
 
-@given(st.lists(st.one_of(st.none(), st.text(max_size=3)), min_size=1))
+NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=3)
+
+
+@given(st.lists(st.one_of(st.none(), NAMES), min_size=1))
 def test_encode_labels_round_trip(names):
-    y, classes = encode_labels(names)
-    assert [classes[i] if i >= 0 else "" for i in y] == [name or "" for name in names]
-    assert list(classes) == sorted(set(classes))
+    for container in (names, np.array(names, dtype=object), pd.Series(names, dtype=object)):
+        y, classes = encode_labels(container, unlabelled=[])
+        assert [classes[i] if i >= 0 else "" for i in y] == [name or "" for name in names]
+        assert classes.tolist() == sorted(set(names) - {None, ""}) and y.dtype == np.int64
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 2**53)), min_size=1))
+def test_encode_labels_gives_the_same_for_every_container_of_integers(numbers):
+    "A float holds integers up to 2**53 exactly."
+    filled = [-1 if v is None else v for v in numbers]
+    expected = np.unique([v for v in filled if v >= 0]).astype(int).tolist()
+    for y in (
+        numbers,
+        filled,
+        np.array(filled),
+        np.array([np.nan if v is None else v for v in numbers]),
+        pd.Series(numbers, dtype="Int64"),
+        pd.Series(numbers, dtype="Float64"),
+        pd.Series(numbers, dtype="int64[pyarrow]"),
+        pd.Categorical(filled),
+        torch.tensor(filled),
+        np.ma.masked_array([v or 0 for v in numbers], [v is None for v in numbers]),
+    ):
+        labels, classes = encode_labels(y, len(numbers))
+        assert classes.dtype == np.int64 and classes.tolist() == expected
+        assert [None if i < 0 else classes[i] for i in labels] == numbers
+
+
+MARKS = ["-1", "-1.0", "nan", "NaN", "NA", "n/a", "#N/A", "None", "NULL", "<NA>", "NaT", " ", "\t", " nan "]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_texts_that_may_mean_unlabelled_are_neither_classes_nor_missing_without_being_asked(mark):
+    y = ["owl", mark, "asp", mark]
+    with pytest.raises(InputError) as error:
+        encode_labels(y)
+    assert f"{mark!r} (2 rows)" in str(error.value) and "unlabelled=[]" in str(error.value)
+    assert f"--unlabelled {shlex.quote(mark)}" in str(error.value)
+    assert encode_labels(y, unlabelled=[mark])[0].tolist() == [1, -1, 0, -1]
+    assert encode_labels(y, unlabelled=[])[1].tolist() == sorted({"owl", "asp", mark})
+
+
+@pytest.mark.parametrize(
+    "y, unlabelled, labels, classes",
+    [
+        ([7, 0, 3], [0], [1, -1, 0], [3, 7]),
+        ([7, 0, 3], ["0"], [1, -1, 0], [3, 7]),  # as the shell gives it
+        ([7.0, 0.0, np.nan], ["0.0"], [0, -1, -1], [7]),
+        ([7, -99, 3], [-99], [1, -1, 0], [3, 7]),
+        ([7, -1, 3], [], [1, -1, 0], [3, 7]),  # -1 in numbers always
+        ([7, -1, 3], ["-1", "nan", None, np.nan, ""], [1, -1, 0], [3, 7]),  # marks need not occur
+        ([7, "?", 3], ["?"], [1, -1, 0], [3, 7]),  # removed before the rest is found to be numbers
+        ([7, "", 3], None, [1, -1, 0], [3, 7]),
+        (["owl", -1, "asp"], None, [1, -1, 0], ["asp", "owl"]),
+        (["owl", "?", "asp", "-"], ["?", "-"], [1, -1, 0, -1], ["asp", "owl"]),
+        (["owl", "-1", "nan"], ["-1"], [1, -1, 0], ["nan", "owl"]),  # exactly these, nothing is asked
+        (["1", "-1"], [-1], [0, -1], ["1"]),
+        (np.array([2**62, 5], "u8"), None, [1, 0], [5, 2**62]),
+        (pd.Series(["a", None], dtype="category"), None, [0, -1], ["a"]),
+        (range(3), None, [0, 1, 2], [0, 1, 2]),
+        ([None, np.nan], None, [-1, -1], []),
+        ([], None, [], []),
+    ],
+)
+def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
+    got = encode_labels(y, unlabelled=unlabelled)
+    assert got[0].tolist() == labels and got[1].tolist() == classes
+
+
+@pytest.mark.parametrize(
+    "y, unlabelled, words",
+    [
+        (None, None, "requires y to be passed, but the target y is None"),
+        (np.zeros((3, 1), int), None, r"y.ravel\(\)"),
+        ([[0], [1]], None, r"shape \(n,\), got \(2, 1\)"),
+        (pd.DataFrame({"kind": [1, 2]}), None, r"df\['kind'\]"),
+        (np.zeros((3, 2), int), None, "one label per row"),
+        ([np.zeros((2, 1)), np.zeros((2, 2))], None, "different lengths"),
+        ([[0], [1, 2]], None, "got list"),
+        ((v for v in [1, 2]), None, r"generator.*list\(y\)"),
+        (iter([1]), None, r"list\(y\)"),
+        (5, None, "got int"),
+        ("owl", None, "shape"),
+        ({1, 2}, None, "shape"),
+        ([b"owl"], None, "got bytes; decode"),
+        (np.array([b"owl"]), None, "got bytes; decode"),
+        ([True, False], None, r"got bool; use y.astype\(int\)"),
+        (np.array([True]), None, "got bool"),
+        (pd.Series([True, None], dtype="boolean"), None, "got bool"),
+        (torch.tensor([True]), None, "got bool"),
+        (np.array(["2020-01-01"], "M8[D]"), None, "got datetime64"),
+        (pd.Series(pd.to_datetime(["2020-01-01"], utc=True)), None, "got Timestamp"),
+        (np.array([1], "m8[s]"), None, "got timedelta64"),
+        ([np.timedelta64(1, "s")], None, "got timedelta64"),
+        ([1j], None, "got complex"),
+        (np.array([1j]), None, "got complex128"),
+        (["owl", 3], None, "all integers or all texts, got both, such as 'owl' and 3"),
+        ([3, "nan"], None, "'nan' \\(1 row\\)"),
+        ([3, "nan"], [], "got both"),
+        ([0.5, 1], None, "got 0.5"),
+        (np.array([np.inf]), None, "got inf"),
+        ([1, -2], None, r"unlabelled=\[-2\]"),
+        (np.array([2**63], "u8"), None, "int64, got 9223372036854775808"),
+        ([2**70], None, "int64"),
+        ([1e300], None, "int64"),
+        (["a\0", "a"], None, "NUL"),
+        ([1, 2], "1", "unlabelled must be a list of labels, got '1'"),
+        ([1, 2], 1, "must be a list"),
+        ([1, 2], [3], r"no row has the label 3; .*\(labels: 1, 2\)"),
+        (["owl"], ["olw"], "no row has the label 'olw'"),
+        ([1, 2], ["owl"], "no row has the label 'owl'"),
+    ],
+)
+def test_encode_labels_refuses_what_is_no_label(y, unlabelled, words):
+    with pytest.raises(InputError, match=words):
+        encode_labels(y, unlabelled=unlabelled)
+
+
+def test_encode_labels_checks_the_length():
+    with pytest.raises(InputError, match="3 rows, 2 labels"):
+        encode_labels(["a", "b"], 3)
+
+
+@pytest.mark.parametrize(
+    "fields, unlabelled, labels",
+    [
+        (["3", "3.0", "3.", " 7 ", "-1", "0"], None, [3, 3, 3, 7, -1, 0]),
+        (["3", "", " ", "nan", "NA", "None", "null", "N/A", "<NA>"], None, [3] + [-1] * 8),
+        (["3", "007"], None, ["3", "007"]),
+        (["3", "3.5"], None, ["3", "3.5"]),
+        (["3", "1e5"], None, ["3", "1e5"]),
+        (["3", "9" * 19], None, ["3", "9" * 19]),  # beyond int64
+        (["3", "-99"], None, [3, -99]),
+        (["", "NA"], None, ["", "NA"]),  # no number at all
+        (["3", "?"], None, ["3", "?"]),
+        (["3", "?", "4.0"], ["?"], [3, "?", 4]),
+        (["3", "owl", "?"], ["?"], ["3", "owl", "?"]),
+        ([], None, []),
+    ],
+)
+def test_a_column_holds_integers_only_if_every_field_is_one_or_missing(fields, unlabelled, labels):
+    assert parse_label_fields(fields, unlabelled).tolist() == labels
+
+
+def test_classes_of_another_kind_or_spelling_are_refused_and_not_unseen():
+    assert match_classes(np.array(["a", "c"]), np.array(["a", "b"])).tolist() == [True, False]
+    assert match_classes(np.array(["7", "12"]), np.array(["7", "8"])).tolist() == [True, False]
+    assert not len(match_classes(np.array([], int), np.array(["a"])))
+    for classes, fitted, words in (
+        (np.array([1, 2]), np.array(["1", "2"]), r"must be texts, as in fit, got integers such as \[1, 2\]"),
+        (np.array(["1"]), np.array([1]), "must be integers, as in fit"),
+        (np.array(["7.0"]), np.array(["7"]), "'7.0' and class '7' of fit are the same number"),
+        (np.array(["7"]), np.array(["007"]), "write them alike"),
+    ):
+        with pytest.raises(InputError, match=words):
+            match_classes(classes, fitted)
+
+
+def test_ids_in_place_of_classes_are_refused():
+    check_rows_per_class(np.arange(19), np.arange(19))  # too few rows to say
+    check_rows_per_class(np.repeat(np.arange(10), 2), np.arange(10))
+    with pytest.raises(InputError, match=r"11 classes for 20 labelled rows .* ids, texts or measurements"):
+        check_rows_per_class(np.r_[np.arange(11), np.arange(9), -1], np.arange(11))
 
 
 @given(st.lists(st.integers(-1, 4)))

@@ -17,8 +17,12 @@ import torch
 from ega import cli
 from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
 from ega.arrays import normalize
+from ega.estimator import EmbeddingAdapter
+from ega.evaluation import evaluate
 from ega.packs import EmbeddingSet, write_pack
+from ega.report import write_report
 from ega.search import knn
+from ega.vectors import read_labels
 
 COMMANDS = ("embed", "fit", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -60,7 +64,9 @@ def test_help_fits_80_columns_and_names_every_argument(command, monkeypatch, cap
 @pytest.mark.parametrize(
     "command, flags",
     [
-        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite"),
+        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite --unlabelled --label-column"),
+        ("evaluate", "--unlabelled --label-column"),
+        ("report", "--unlabelled --label-column"),
         ("embed", "--precision --batch-size --overwrite"),
         ("transform", "--precision --batch-size --normalize"),
         ("migrate", "--vectors --index-factory --activate"),
@@ -266,7 +272,7 @@ def call(capsys):
 
     def call(*args):
         capsys.readouterr()
-        code = cli.main(list(args))
+        code = cli.main(list(map(str, args)))
         return code, *capsys.readouterr()
 
     return call
@@ -333,3 +339,163 @@ def test_completion_script_has_every_command():
     pytest.importorskip("shtab")
     done = run("completion", "bash")
     assert done.returncode == 0 and all(f"_shtab_ega_{command}" in done.stdout for command in COMMANDS)
+
+
+CLASSES, UNSEEN = 11, 3  # classes that are fitted on, and further ones
+
+
+@pytest.fixture(scope="module")
+def labelled():
+    "Embeddings and integer labels from 3 on, a tenth of them None."
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(CLASSES + UNSEEN), 9)
+    x = rng.normal(size=(CLASSES + UNSEEN, 8))[y] + rng.normal(size=(len(y), 8)) * np.r_[np.full(4, 2), np.full(4, 0.3)]
+    labels = [None if i % 10 == 0 else int(label) + 3 for i, label in enumerate(y)]
+    return normalize(x), labels, y < CLASSES
+
+
+def write_integers(folder, labels):
+    "The same integers with missing ones in every container: name -> file, or labels for Python."
+    series = pd.Series(labels, dtype="Int64")
+    filled = series.fillna(-1).astype(int)
+    np.save(folder / "int.npy", filled)
+    np.save(folder / "float.npy", series.astype(float))
+    series.astype(float).to_frame("label").to_csv(folder / "float.csv")
+    series.to_frame("label").to_csv(folder / "int.csv", sep=";", encoding="utf-16", index=False)
+    filled.to_frame("label").to_csv(folder / "filled.csv", index=False)
+    series.to_frame("label").to_parquet(folder / "Int64.parquet")
+    series.astype(float).astype("category").to_frame("label").to_parquet(folder / "category.parquet")
+    files = ("int.npy", "float.npy", "float.csv", "int.csv", "filled.csv", "Int64.parquet", "category.parquet")
+    in_python = {
+        "Int64": series,
+        "arrow": series.astype("int64[pyarrow]"),
+        "list": labels,
+        "tensor": torch.tensor(filled),
+    }
+    return {name: folder / name for name in files} | in_python
+
+
+def write_texts(folder, labels):
+    "The same texts with missing ones in every container."
+    series = pd.Series([None if label is None else f"kind {label}" for label in labels])
+    np.save(folder / "text.npy", series.fillna("").to_numpy(str))
+    series.to_frame("label").to_csv(folder / "text.csv", index=False)
+    series.to_frame("label").to_csv(folder / "tab.csv", sep="\t", index=False, encoding="utf-8-sig")
+    series.to_frame("label").to_parquet(folder / "text.parquet")
+    series.astype("category").to_frame("label").to_parquet(folder / "category of texts.parquet")
+    files = ("text.npy", "text.csv", "tab.csv", "text.parquet", "category of texts.parquet")
+    in_python = {"string": series.astype("string"), "categorical": pd.Categorical(series), "objects": series.tolist()}
+    return {name: folder / name for name in files} | in_python
+
+
+@pytest.mark.parametrize("write", [write_integers, write_texts])
+def test_labels_of_the_same_classes_give_the_same_digits_from_any_container(write, labelled, tmp_path):
+    "Fit on each container, save, load, evaluate and report on another one."
+    x, labels, seen = labelled
+    (tmp_path / "fit").mkdir()
+    containers, of_fit = write(tmp_path, labels), write(tmp_path / "fit", [y for y, s in zip(labels, seen) if s])
+    results, names = set(), list(containers)
+    for i, name in enumerate(names):
+
+        def given(labels, fitted=()):
+            is_text = any(isinstance(c, str) for c in fitted)
+            return read_labels(labels, as_texts=is_text) if isinstance(labels, Path) else labels
+
+        adapter = EmbeddingAdapter("lda", max_unseen_loss=None).fit(x[seen], given(of_fit[name]))
+        adapter.save(tmp_path / "adapter")
+        adapter = EmbeddingAdapter.load(tmp_path / "adapter")
+        y = given(containers[names[i - 1]], adapter.classes_)
+        table = evaluate(adapter, x, y)
+        page = write_report(adapter, x, y, tmp_path / "report.md").groups
+        fingerprints = adapter.fingerprint_ + adapter.data_fingerprint_
+        results.add(fingerprints + str(adapter.classes_.tolist()) + table.to_json() + page.to_json())
+    assert len(results) == 1
+    assert set(table.classes) == {"seen", "unseen"} and (table[table.classes == "unseen"].n_classes == UNSEEN).all()
+
+
+def test_commands_read_labels_from_any_file_and_print_the_same(labelled, tmp_path, call):
+    x, labels, seen = labelled
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "fit.npy", x[seen])
+    files = {k: v for k, v in write_integers(tmp_path, labels).items() if isinstance(v, Path)}
+    pd.DataFrame({"label": labels, "vector": list(x)}).to_parquet(tmp_path / "x.parquet")  # pandas makes them floats
+    pd.DataFrame({"kind": labels, "vector": list(x)}).to_parquet(tmp_path / "kind.parquet")
+    (tmp_path / "fit").mkdir()
+    y = write_integers(tmp_path / "fit", [y for y, s in zip(labels, seen) if s])["float.csv"]
+    out = tmp_path / "adapter"
+    assert call("fit", tmp_path / "fit.npy", y, "-o", out, "--method", "wccn", "--quiet")[0] == 0
+    inputs = [(tmp_path / "x.npy", path) for path in files.values()]
+    inputs += [(tmp_path / "x.parquet",), (tmp_path / "kind.parquet", "--label-column", "kind")]
+    results = {call("evaluate", out, *given, "--json") for given in inputs}
+    assert len(results) == 1 and next(iter(results))[0] == 0
+    assert '"unseen"' in next(iter(results))[1]
+
+
+def test_unlabelled_texts_are_asked_about_once_and_then_left_out(labelled, tmp_path, call):
+    x, labels, _ = labelled
+    np.save(tmp_path / "x.npy", x)
+    texts = pd.Series(["" if label is None else f"kind {label}" for label in labels])
+    for name, mark in (("blank", ""), ("marked", "-1"), ("na", "n/a")):
+        texts.replace("", mark).to_frame("label").to_csv(tmp_path / f"{name}.csv", index=False)
+    fit = ("fit", tmp_path / "x.npy", tmp_path / "marked.csv", "--method", "wccn", "--quiet", "--json")
+    code, _, err = call(*fit, "-o", tmp_path / "a")
+    assert code == 2 and "'-1' (13 rows)" in err and "--unlabelled -1" in err and not (tmp_path / "a").exists()
+    code, out, _ = call(*fit, "-o", tmp_path / "a", "--unlabelled", "-1")
+    assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN
+    code, out, _ = call(*fit, "-o", tmp_path / "b", "--unlabelled")
+    assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN + 1
+    evaluated = {
+        name: call("evaluate", tmp_path / "a", tmp_path / "x.npy", tmp_path / f"{name}.csv", "--json", *flags)
+        for name, flags in (("blank", ()), ("marked", ("--unlabelled", "-1")), ("na", ("--unlabelled", "n/a")))
+    }
+    assert len(set(evaluated.values())) == 1 and '"unseen"' not in evaluated["blank"][1]
+    report = ("report", tmp_path / "a", tmp_path / "x.npy", tmp_path / "na.csv", "-o", tmp_path / "r.md")
+    assert call(*report)[0] == 2 and call(*report, "--unlabelled", "n/a")[0] == 0
+
+
+def test_classes_named_by_digits_keep_their_identity(labelled, tmp_path, call):
+    "A pack names its classes by texts; a CSV file of the same digits is then read as texts."
+    x, labels, _ = labelled
+    y = np.array([-1 if label is None else label for label in labels])
+    pack = tmp_path / "p.parquet"
+    write_pack(EmbeddingSet(x, y, meta={"set": "s", "encoder": "e"}), pack, dtype="float32")
+    np.save(tmp_path / "y.npy", y)
+    pd.DataFrame({"label": labels}).to_csv(tmp_path / "y.csv", index=False)  # as 3.0, with blanks
+    pd.DataFrame({"label": [f"{label:03}" for label in y]}).to_csv(tmp_path / "zeros.csv", index=False)
+    assert call("fit", pack, "-o", tmp_path / "a", "--method", "wccn", "--quiet")[0] == 0
+    expected = call("evaluate", tmp_path / "a", pack)
+    assert expected[0] == 0 and call("evaluate", tmp_path / "a", pack, tmp_path / "y.csv") == expected
+    for name, words in (("y.npy", "must be texts, as in fit"), ("zeros.csv", "are the same number; write them alike")):
+        for command in (("evaluate",), ("report", "-o", tmp_path / "r.md")):
+            code, _, err = call(*command, tmp_path / "a", pack, tmp_path / name)
+            assert code == 2 and words in err
+    assert call("fit", pack, tmp_path / "y.csv", "-o", tmp_path / "b", "--method", "wccn", "--quiet")[0] == 0
+    code, _, err = call("evaluate", tmp_path / "b", pack)
+    assert code == 2 and "must be integers, as in fit, got texts" in err
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("x.npy",), "holds no labels; name a .npy, .csv or .parquet file"),
+        (("x.npy", "y.npy", "--label-column", "kind"), "a .npy file has no columns"),
+        (("x.npy", "--label-column", "kind"), "--label-column has no effect"),
+        (("p.parquet", "--label-column", "kind"), "--label-column has no effect"),
+        (("v.parquet",), "expected a column 'label', the columns are kind, vector"),
+        (("x.npy", "ids.csv"), "126 classes for 126 labelled rows"),
+        (("x.npy", "short.csv"), "126 rows, got 1 labels below the header '3'"),
+        (("x.npy", "y.npy", "--unlabelled", "99"), "no row has the label '99'"),
+    ],
+)
+def test_labels_that_cannot_be_meant_are_refused(args, words, labelled, tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, labels, _ = labelled
+    y = np.array([-1 if label is None else label for label in labels])
+    np.save("x.npy", x)
+    np.save("y.npy", y)
+    write_pack(EmbeddingSet(x, y, meta={"set": "s", "encoder": "e"}), "p.parquet")
+    pd.DataFrame({"kind": labels, "vector": list(x)}).to_parquet("v.parquet")
+    Path("ids.csv").write_text("label\n" + "".join(f"{i};cancel\n" for i in range(len(x))))
+    Path("short.csv").write_text("3\n7\n")
+    code, _, err = call("fit", *args, "-o", "a")
+    assert code == 2 and words in err and not Path("a").exists()

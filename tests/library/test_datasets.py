@@ -623,3 +623,11 @@ def test_missing_torchvision_names_its_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("ega.datasets.patch_torchvision", lambda: None)
     with pytest.raises(ImportError, match=r"torchvision.*ega\[encoders\]"):
         open_dataset("cifar10", tmp_path)
+
+
+def test_a_table_of_integers_with_blanks_has_the_classes_of_one_without(tmp_path):
+    (tmp_path / "t.csv").write_text("text;label\na;3.0\nb;\nc;10.0\nd;NA\ne;3.0\n")
+    source = read_csv_source(tmp_path / "t.csv")
+    assert source.classes == ("10", "3") and list(source.y) == [1, -1, 0, -1, 1]
+    (tmp_path / "t.csv").write_text("text,label\na,none\nb,\nc,owl\n")  # `ega fit` asks about the class "none"
+    assert read_csv_source(tmp_path / "t.csv").classes == ("none", "owl")

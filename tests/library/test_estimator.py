@@ -35,7 +35,7 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize, encode_labels_with_missing
+from ega.arrays import InputError, check_and_normalize
 from ega.cli import main
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
@@ -464,16 +464,6 @@ def test_missing_extra_is_named(fitted, tmp_path, monkeypatch):
         with pytest.raises(ImportError, match=rf"ega\[{extra}\]"):
             call()
         assert f"\n{extra} = [" in (root / "pyproject.toml").read_text()
-
-
-def test_labels_may_be_integers_or_texts():
-    numbers, classes = encode_labels_with_missing(np.array([5.0, -1.0, 2.0]), 3)
-    assert numbers.tolist() == [1, -1, 0] and classes.tolist() == [2, 5]
-    numbers, classes = encode_labels_with_missing(["b", None, "a"], 3)
-    assert numbers.tolist() == [1, -1, 0] and classes.tolist() == ["a", "b"]
-    for bad in ([1, 2], ["a", "b"], [-2, 1, 1], [0.5, 1, 1]):
-        with pytest.raises(InputError):
-            encode_labels_with_missing(bad, 3)
 
 
 @pytest.fixture(scope="module")

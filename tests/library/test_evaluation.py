@@ -291,7 +291,7 @@ def test_evaluate_refuses_what_it_cannot_use(fitted):
         (np.full(90, -1), "class"),
         ([""] * 90, "no class has two labelled rows"),
         (y[:9], "90 rows, 9 labels"),
-        (y + 0.5, "integer labels"),
+        (y + 0.5, "integers or texts, got 0.5"),
     ):
         with pytest.raises(InputError) as error:
             evaluate(e, x, labels)
@@ -303,5 +303,5 @@ def test_evaluate_refuses_what_it_cannot_use(fitted):
 def test_evaluate_refuses_integers_after_text_labels():
     x, y = clouds()
     e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x, [f"k{label}" for label in y])
-    with pytest.raises(InputError, match="must be strings, as in fit, got int64"):
+    with pytest.raises(InputError, match="must be texts, as in fit, got integers"):
         evaluate(e, x, y)

@@ -1,13 +1,21 @@
-"Atomic writes and hashes; test_fuzz.py tests the readers on malformed files."
+"Atomic writes, hashes and files of labels; test_fuzz.py tests the readers on malformed files."
 
+import csv
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from ega.files import atomic_write, hash_arrays
+from ega.arrays import InputError, encode_labels
+from ega.files import atomic_write, hash_arrays, read_csv_columns
+from ega.packs import EmbeddingSet, write_pack
+from ega.vectors import read_labels
 
 
 def test_atomic_write_leaves_a_whole_file_or_none(tmp_path):
@@ -43,3 +51,83 @@ def test_hash_arrays_depends_on_values_shape_dtype_and_order_only():
     assert hash_arrays(np.asfortranarray(a)) == hash_arrays(a)
     assert hash_arrays(a, a[:1]) != hash_arrays(a[:1], a)
     assert hash_arrays(np.empty(0))
+
+
+with open(Path(__file__).with_name("label_files.csv"), encoding="utf-8", newline="") as file:
+    LABEL_FILES = list(csv.DictReader(file))
+
+
+def write_labels(folder, format, content):
+    "A file of labels; format: encoding of a .csv file, `npy` and a dtype, or `parquet` and a type of column."
+    kind, _, dtype = format.partition(" ")
+    if kind == "npy":
+        np.save(folder / "y.npy", np.array(json.loads(content), dtype))
+        return folder / "y.npy"
+    if kind == "parquet":
+        values, is_category = json.loads(content), dtype.startswith("dictionary ")
+        column = pa.array(values, pa.type_for_alias(dtype.removeprefix("dictionary ")))
+        pq.write_table(pa.table({"label": column.dictionary_encode() if is_category else column}), folder / "y.parquet")
+        return folder / "y.parquet"
+    for written, character in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+        content = content.replace(written, character)
+    (folder / "y.csv").write_bytes(content.encode(format))
+    return folder / "y.csv"
+
+
+@pytest.mark.parametrize("case", LABEL_FILES, ids=lambda case: case["name"])
+def test_labels_of_a_file(case, tmp_path):
+    "Each row of label_files.csv: a file, options of read_labels, and the labels or a part of the error."
+    path, options = write_labels(tmp_path, case["format"], case["content"]), json.loads(case["options"] or "{}")
+
+    def labels():
+        y = read_labels(path, **options)
+        labels, classes = encode_labels(y, options.get("n"), unlabelled=options.get("unlabelled"))
+        return [None if label < 0 else classes[label].item() for label in labels]
+
+    if case["result"].startswith("error: "):
+        with pytest.raises(InputError) as error:
+            labels()
+        assert case["result"].removeprefix("error: ") in str(error.value)
+    else:
+        assert labels() == json.loads(case["result"])
+
+
+def test_the_table_of_label_files_is_large_enough():
+    assert len(LABEL_FILES) >= 40 and len({case["name"] for case in LABEL_FILES}) == len(LABEL_FILES)
+
+
+def test_labels_of_a_pack_are_class_names_and_other_columns_are_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    write_pack(
+        EmbeddingSet(np.eye(3, dtype="f4"), [1, -1, 0], classes=("7", "owl"), meta={"set": "s", "encoder": "e"}), path
+    )
+    assert read_labels(path).tolist() == ["owl", "", "7"]
+    with pytest.raises(InputError, match="a pack holds one column of labels"):
+        read_labels(path, "split")
+
+
+def test_only_one_column_of_a_parquet_file_needs_no_name_and_others_do(tmp_path):
+    table = pa.table({"kind": ["owl", "asp"], "__index_level_0__": [4, 5]})
+    pq.write_table(table, tmp_path / "y.parquet")
+    assert read_labels(tmp_path / "y.parquet").tolist() == ["owl", "asp"]
+    pq.write_table(table.append_column("vector", [[[1.0], [2.0]]]), tmp_path / "y.parquet")
+    assert read_labels(tmp_path / "y.parquet", "kind").tolist() == ["owl", "asp"]
+    for column, words in ((None, "the columns are kind, vector"), ("vector", "must hold integers or texts, got list")):
+        with pytest.raises(InputError, match=words):
+            read_labels(tmp_path / "y.parquet", column)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_the_delimiter_is_the_one_in_the_header_outside_quotes(delimiter, tmp_path):
+    others = ",;\t|".replace(delimiter, "")
+    rows = [["a", f"b{others}c", 'd"e'], ["1", others, ""], ["2", delimiter, 'x"y\nz']]
+    with open(tmp_path / "t.csv", "w", encoding="utf-8", newline="") as f:
+        csv.writer(f, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
+    expected = {name: [row[i] for row in rows[1:]] for i, name in enumerate(rows[0])}
+    assert read_csv_columns(tmp_path / "t.csv", "a table") == expected
+
+
+def test_a_header_of_unclosed_quotes_is_read_in_linear_time(tmp_path):
+    (tmp_path / "t.csv").write_text('a,"' + '""' * 10**6 + "b")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_csv_columns(tmp_path / "t.csv", "a table")

@@ -123,7 +123,8 @@ def test_csv_tables_round_trip(tmp_path, pytestconfig, count):
     texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=6)
 
     def check(names, n, data):
-        names = [f"{i} {c}" for i, c in enumerate(names)]
+        # a header with another delimiter in a name that needs no quotes is ambiguous
+        names = [f"{i} {c}".translate(dict.fromkeys(map(ord, ";\t|"))) for i, c in enumerate(names)]
         body = [[data.draw(texts) for _ in names] for _ in range(n)]
         with open(tmp_path / "t.csv", "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([names, *body])
