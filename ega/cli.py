@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import ega
@@ -98,11 +99,14 @@ def _show_progress(args):
 
 def _fit(args):
     "Select and fit an adapter, and save it."
-    from ega.arrays import InputError
-    from ega.estimator import EmbeddingAdapter
+    from ega.arrays import InputError, defer_sigint
 
     if Path(args.out).exists() and not args.overwrite:
         raise InputError(f"{args.out} exists already; choose another folder, or --overwrite")
+    if _show_progress(args):
+        print(f"loading torch and reading {args.source}", file=sys.stderr)
+    from ega.estimator import EmbeddingAdapter
+
     x, y = _read_inputs(args)
     adapter = EmbeddingAdapter(
         args.method,
@@ -113,7 +117,8 @@ def _fit(args):
         device=args.device,
         verbose=_show_progress(args),
     ).fit(x, y)
-    adapter.save(args.out)
+    with suppress(KeyboardInterrupt), defer_sigint():  # Ctrl-C while it saves changes nothing: both files or none
+        adapter.save(args.out)
     selection = adapter.selection_
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
@@ -127,7 +132,9 @@ def _fit(args):
 
 
 def _format_candidates(table):
-    "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals."
+    "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
+    import textwrap
+
     import pandas as pd
 
     def interval(part):
@@ -139,9 +146,13 @@ def _format_candidates(table):
         "strength": table.strength.map("{:g}".format),
         "seen classes": interval("seen"),
         "held-out classes": interval("unseen"),
-        "safety check": table.safety_check,
+        "check": table.safety_check,
     }
-    return pd.DataFrame(columns).to_string(index=False)
+    lines = [pd.DataFrame(columns).to_string(index=False), ""]
+    for row in table[table.safety_check == "fail"].itertuples():
+        text = f"{row.method} at {row.strength:g} fails: {row.reason}"
+        lines.append(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/28_cli.ipynb #evaluate
 def _format_evaluation(frame):

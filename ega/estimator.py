@@ -32,7 +32,7 @@ from ega.adapters import (
 from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
-from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
+from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
 from .training import config_to_dict
 
 # %% ../nbs/library/22_estimator.ipynb #like
@@ -387,7 +387,7 @@ def _hub_class(estimator_class):
     return HubModel
 
 # %% ../nbs/library/22_estimator.ipynb #chosen
-def _select(estimator, x, y):
+def _select(estimator, x, y, progress):
     "The Selection of an estimator that is being fitted; x (n, d) unit rows, y (n,) labels from 0, -1 unlabelled."
     method = estimator.method
     if estimator.max_unseen_loss is not None:
@@ -402,7 +402,7 @@ def _select(estimator, x, y):
             random_state=estimator.random_state,
             n_jobs=estimator.n_jobs,
             device=estimator.device,
-            verbose=estimator.verbose,
+            progress=progress,
         )
     if method == "auto":
         raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method to fit without comparison")
@@ -412,11 +412,12 @@ def _select(estimator, x, y):
     return Selection(name, strength, reason, table, None, estimator.confidence, n_classes, config)
 
 
-def _fit_selected(selection, x, y, device):
+def _fit_selected(selection, x, y, device, progress):
     "The selected adapter, fitted on labelled rows; the identity if the frozen embeddings were selected."
     if selection.frozen:
         return LinearAdapter(x.shape[1]).eval()
-    adapter = fit_adapter(selection.config, x, y, device=device)
+    progress.start(f"{selection.method} on all {len(x)} labelled rows")
+    adapter = fit_adapter(selection.config, x, y, device=device, on_epoch=progress.epoch)
     return adapter if selection.strength == 1 else scale_residual(adapter, selection.strength)
 
 # %% ../nbs/library/22_estimator.ipynb #ega
@@ -454,7 +455,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     device : torch.device, str or None, default=None
         Where to train and transform. None: CUDA when there is one, else the CPU.
     verbose : bool, default=False
-        Show the progress of the comparison.
+        Show one progress bar over the comparison and the fit on all rows.
 
     Attributes
     ----------
@@ -554,17 +555,22 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         InputError
             If X or y is not as described, or a parameter of the constructor is out of range.
         """
-        x = check_and_normalize(X)
-        _check_columns(self, X, reset=True)
-        labels, classes = encode_labels_with_missing(y, len(x))
-        self.classes_ = classes
-        self.n_features_in_ = self._n_features_out = x.shape[1]
-        self.selection_ = _select(self, x, labels)
-        self.cv_results_ = self.selection_.cv_results
-        self.frozen_ = self.selection_.frozen
-        self.adapter_ = _fit_selected(self.selection_, x[labels >= 0], labels[labels >= 0], self.device)
-        self.fingerprint_ = adapter_fingerprint(self.adapter_)
-        self.data_fingerprint_ = hash_arrays(x, labels)
+        with FitProgress(self.verbose) as progress:
+            progress.start("checking X and y")
+            progress.add_steps(1)  # the fit on all labelled rows
+            x = check_and_normalize(X)
+            _check_columns(self, X, reset=True)
+            labels, self.classes_ = encode_labels_with_missing(y, len(x))
+            numbers = labels
+            self.n_features_in_ = self._n_features_out = x.shape[1]
+            self.selection_ = _select(self, x, numbers, progress)
+            self.cv_results_ = self.selection_.cv_results
+            self.frozen_ = self.selection_.frozen
+            known = labels >= 0
+            self.adapter_ = _fit_selected(self.selection_, x[known], numbers[known], self.device, progress)
+            self.fingerprint_ = adapter_fingerprint(self.adapter_)
+            self.data_fingerprint_ = hash_arrays(x, labels)
+            progress.finish()
         return self
 
     def transform(self, X: Any) -> Any:
