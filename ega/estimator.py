@@ -420,6 +420,13 @@ def _fit_selected(selection, x, y, device, progress):
     adapter = fit_adapter(selection.config, x, y, device=device, on_epoch=progress.epoch)
     return adapter if selection.strength == 1 else scale_residual(adapter, selection.strength)
 
+
+def _number_by_first_occurrence(labels):
+    "Labels (n,) numbered 0, 1, 2, ... in the order in which they first occur; -1 stays -1."
+    numbered, known = labels.copy(), labels >= 0
+    numbered[known] = pd.factorize(labels[known])[0]
+    return numbered
+
 # %% ../nbs/library/22_estimator.ipynb #ega
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
@@ -561,7 +568,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             x = check_and_normalize(X)
             _check_columns(self, X, reset=True)
             labels, self.classes_ = encode_labels_with_missing(y, len(x))
-            numbers = labels
+            numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
             self.n_features_in_ = self._n_features_out = x.shape[1]
             self.selection_ = _select(self, x, numbers, progress)
             self.cv_results_ = self.selection_.cv_results
