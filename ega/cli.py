@@ -200,17 +200,12 @@ def _report(args):
         print(f"{summary_sentence(comparison)}\n{args.out}")
 
 # %% ../nbs/library/28_cli.ipynb #transform
-def _normalizes(args):
-    "Whether vectors are brought to norm 1: always for the folder of an estimator, which did so in fit."
-    return args.normalize or Path(args.adapter).is_dir()
-
-
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.transform import transform_file, transform_ray
 
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
-    options |= {"normalize": _normalizes(args), "progress": _show_progress(args)}
+    options["progress"] = _show_progress(args)
     if args.threads:
         options["threads"] = args.threads
     if args.ray is None:
@@ -241,12 +236,9 @@ def _migrate(args):
 
 def _migrate_table(args, store):
     "Migrate a LanceDB table."
-    from ega.arrays import InputError
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
     from ega.packs import read_pack
 
-    if args.normalize:
-        raise InputError("--normalize is for a FAISS index; the vectors of a LanceDB table have norm 1")
     table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
     previous, version = active_column(table), migrate_table(table, args.adapter)
     if args.activate:
@@ -271,7 +263,6 @@ def _migrate_index(args, store):
         args.adapter,
         args.vectors,
         index_factory=args.index_factory,
-        normalize=_normalizes(args),
         progress=_show_progress(args),
     )
     if args.activate:
@@ -444,11 +435,6 @@ def _transform_arguments(command):
         default="float32",
         help="of the computation; bfloat16 is faster where the processor supports it (default: float32)",
     )
-    add(
-        "--normalize",
-        action="store_true",
-        help="bring vectors to norm 1 instead of refusing others (the folder of `ega fit` always does)",
-    )
     add("--threads", type=int, metavar="N", help="default: all cores; with --ray 1 in each task")
     add("--device", help="default: cuda when there is one, else cpu")
     add(
@@ -537,11 +523,6 @@ def _migrate_arguments(command):
         metavar="FILE",
         help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
         "added if the table lacks them",
-    )
-    add(
-        "--normalize",
-        action="store_true",
-        help="FAISS: bring vectors to norm 1 instead of refusing others (the folder of `ega fit` always does)",
     )
     add("--index-factory", metavar="NAME", default="Flat", help="FAISS: faiss.index_factory string (default: Flat)")
     add(

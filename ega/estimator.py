@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import _check_feature_names, check_is_fitted
+from sklearn.utils.validation import check_is_fitted
 
 import ega
 from ega.adapters import (
@@ -29,7 +29,7 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
+from .arrays import InputError, check_and_normalize, check_feature_names, encode_labels_with_missing, import_optional
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
 from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
@@ -52,14 +52,6 @@ def _fill_like(
     if not isinstance(given, torch.Tensor):
         return out
     return torch.from_numpy(out).to(given.device, given.dtype if given.is_floating_point() else torch.float32)
-
-
-def _check_columns(estimator, X, *, reset):
-    "Store (reset) or compare the column names of a DataFrame, as scikit-learn does; InputError if they differ."
-    try:
-        _check_feature_names(estimator, X, reset=reset)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 # %% ../nbs/library/22_estimator.ipynb #about
 SAVED_PARAMS = ("method", "max_unseen_loss", "confidence", "candidates", "strengths", "cv", "random_state")
@@ -566,7 +558,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             progress.start("checking X and y")
             progress.add_steps(1)  # the fit on all labelled rows
             x = check_and_normalize(X)
-            _check_columns(self, X, reset=True)
+            check_feature_names(self, X, reset=True)
             labels, self.classes_ = encode_labels_with_missing(y, len(x))
             numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
             self.n_features_in_ = self._n_features_out = x.shape[1]
@@ -602,7 +594,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             If X has other columns than in `fit`, or a row that is not finite or of norm 0.
         """
         check_is_fitted(self)
-        _check_columns(self, X, reset=False)
+        check_feature_names(self, X, reset=False)
         by_block = isinstance(X, np.memmap) and X.ndim == 2 and len(X) > 0
         x = X if by_block else check_and_normalize(X, self.n_features_in_)
         step = 2**14

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from .adapters import transform
-from .arrays import InputError, check_and_normalize, check_labels, encode_labels_with_missing
+from .arrays import InputError, check_and_normalize, check_feature_names, check_labels, encode_labels_with_missing
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -161,7 +161,7 @@ def evaluate(
     estimator : EmbeddingAdapter
         A fitted estimator.
     X : array-like of shape (n, d)
-        Embeddings; rows are normalised to unit length.
+        Embeddings; rows of any norm but 0 are brought to norm 1. A DataFrame must have the columns of `fit`.
     y : array-like of shape (n,)
         Labels of the kind given to `fit`: integers or strings. Rows labelled -1 or "" are unlabelled and not used.
     random_state : int, default=0
@@ -210,6 +210,7 @@ def evaluate(
     from sklearn.utils.validation import check_is_fitted
 
     check_is_fitted(estimator, "adapter_")
+    check_feature_names(estimator, X, reset=False)
     x = check_and_normalize(X, estimator.n_features_in_)
     z = transform(estimator.adapter_, x, device=estimator.device)
     labels, seen = _labels_and_seen(y, estimator.classes_, len(x))

@@ -22,6 +22,7 @@ from ega.arrays import (
     InputError,
     check_and_normalize,
     check_embeddings,
+    check_feature_names,
     check_labels,
     check_unit_norm,
     encode_labels_with_missing,
@@ -663,6 +664,7 @@ def _write_report(estimator, X, y, path, source, random_state):
     from ega.adapters import transform
 
     check_is_fitted(estimator)
+    check_feature_names(estimator, X, reset=False)
     x, (labels, classes) = check_and_normalize(X, estimator.n_features_in_), encode_labels_with_missing(y, len(X))
     is_training_data = hash_arrays(x, labels) == estimator.data_fingerprint_
     z = transform(estimator.adapter_, x, device=estimator.device)

@@ -638,7 +638,6 @@ def transformed(folder, kind):
             "8",
             "--threads",
             "1",
-            "--normalize",
             "--quiet",
         )(folder)
     finally:
