@@ -1,4 +1,4 @@
-"""Run the code of README.md and of the tutorials; `python docs/pages.py` writes its output into the tutorials."""
+"""Run the code of README.md, tutorials and how-to pages; `python docs/pages.py` writes its output into the pages."""
 
 import ast
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-TUTORIALS = sorted((root / "docs/tutorials").glob("*.md"))
+PAGES = [page for folder in ("tutorials", "howto") for page in sorted((root / "docs" / folder).glob("*.md"))]
 # Every digit must be equal there; elsewhere a decimal may differ by POINTS, as in `ega-paper rerun`.
 WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"
 POINTS = 1.0
@@ -120,7 +120,7 @@ def prints(
 if __name__ == "__main__":
     from ega.experiments.runs import platform_tag
 
-    for page in TUTORIALS:
+    for page in PAGES:
         with tempfile.TemporaryDirectory() as folder, clone(Path(folder)):
             came = [got for _, _, got in prints(page.read_text())]
 

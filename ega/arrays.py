@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'InputError', 'import_optional', 'check_positive_int', 'check_embeddings', 'normalize',
-           'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields', 'match_classes',
-           'check_rows_per_class', 'check_and_normalize', 'Rngs', 'spawn_rngs', 'torch_generator', 'pick_device',
-           'usable_cores', 'peak_memory_mb', 'defer_sigint']
+           'has_unit_norm', 'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels',
+           'parse_label_fields', 'match_classes', 'check_rows_per_class', 'check_and_normalize', 'check_feature_names',
+           'Rngs', 'spawn_rngs', 'torch_generator', 'pick_device', 'usable_cores', 'peak_memory_mb', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -146,6 +146,26 @@ def normalize(x: "ArrayLike", name: str = "x", *, dim: int | None = None) -> np.
         )
     a = a / largest
     return a / np.linalg.norm(a, axis=1, keepdims=True)
+
+# %% ../nbs/library/01_arrays.ipynb #as-unit-rows
+def has_unit_norm(
+    a: np.ndarray,  # (n, d) float32
+) -> np.ndarray:  # (n,) bool
+    "Whether each row has norm 1, up to 1e-5 for the rounding of float32; False for rows that are not finite."
+    with np.errstate(over="ignore", invalid="ignore"):  # the norm of entries such as 1e30 becomes inf
+        return np.abs(np.sqrt(np.einsum("ij,ij->i", a, a)) - 1) <= 1e-5
+
+
+def as_unit_rows(
+    x: "ArrayLike",  # (n, d) real numbers; rows of any norm but 0
+    name: str = "x",  # name of the argument in error messages
+    *,
+    dim: int | None = None,  # required number of columns; None: any
+) -> np.ndarray:  # (n, d) float32 unit rows; x itself if it is that already
+    "Bring rows to norm 1; rows that `has_unit_norm` accepts keep their bits."
+    a = check_embeddings(x, name, dim=dim)
+    is_unit = has_unit_norm(a)
+    return a if is_unit.all() else np.where(is_unit[:, None], a, normalize(a, name))
 
 # %% ../nbs/library/01_arrays.ipynb #check-unit-norm
 def check_unit_norm(
@@ -439,7 +459,7 @@ def check_and_normalize(
     X: Any,  # (n, d) dense matrix of real numbers without zero rows
     dim: int | None = None,  # number of columns the estimator was fitted on; None: any
 ) -> np.ndarray:  # (n, d) float32 unit rows
-    "Check a matrix with scikit-learn's error messages and scale its rows to unit norm."
+    "Check a matrix with scikit-learn's error messages and bring its rows to norm 1, as `as_unit_rows` does."
     if hasattr(X, "toarray"):
         raise InputError(
             f"X must be dense, got a sparse {type(X).__name__}; sparse input is not supported: use X.toarray()"
@@ -457,7 +477,22 @@ def check_and_normalize(
             f"X has {a.shape[1]} features, but EmbeddingAdapter is expecting {dim} features as input; "
             "use embeddings from the same encoder"
         )
-    return normalize(a, "X")
+    return as_unit_rows(a, "X")
+
+# %% ../nbs/library/01_arrays.ipynb #check-feature-names
+def check_feature_names(
+    estimator: Any,  # its `feature_names_in_` is set or compared
+    X: Any,  # array, or DataFrame with names of columns
+    *,
+    reset: bool,  # True in `fit`
+) -> None:
+    "Store (reset) or compare the names of columns as scikit-learn does: `InputError` if they or their order differ."
+    from sklearn.utils.validation import _check_feature_names  # takes a second to import
+
+    try:
+        _check_feature_names(estimator, X, reset=reset)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 # %% ../nbs/library/01_arrays.ipynb #rngs
 class Rngs(NamedTuple):

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import ega
@@ -104,11 +105,14 @@ def _show_progress(args):
 
 def _fit(args):
     "Select and fit an adapter, and save it."
-    from ega.arrays import InputError
-    from ega.estimator import EmbeddingAdapter
+    from ega.arrays import InputError, defer_sigint
 
     if Path(args.out).exists() and not args.overwrite:
         raise InputError(f"{args.out} exists already; choose another folder, or --overwrite")
+    if _show_progress(args):
+        print(f"loading torch and reading {args.source}", file=sys.stderr)
+    from ega.estimator import EmbeddingAdapter
+
     x, y = _read_inputs(args)
     adapter = EmbeddingAdapter(
         args.method,
@@ -119,7 +123,8 @@ def _fit(args):
         device=args.device,
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
-    adapter.save(args.out)
+    with suppress(KeyboardInterrupt), defer_sigint():  # Ctrl-C while it saves changes nothing: both files or none
+        adapter.save(args.out)
     selection = adapter.selection_
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
@@ -133,7 +138,9 @@ def _fit(args):
 
 
 def _format_candidates(table):
-    "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals."
+    "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
+    import textwrap
+
     import pandas as pd
 
     def interval(part):
@@ -145,9 +152,13 @@ def _format_candidates(table):
         "strength": table.strength.map("{:g}".format),
         "seen classes": interval("seen"),
         "held-out classes": interval("unseen"),
-        "safety check": table.safety_check,
+        "check": table.safety_check,
     }
-    return pd.DataFrame(columns).to_string(index=False)
+    lines = [pd.DataFrame(columns).to_string(index=False), ""]
+    for row in table[table.safety_check == "fail"].itertuples():
+        text = f"{row.method} at {row.strength:g} fails: {row.reason}"
+        lines.append(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/28_cli.ipynb #evaluate
 def _format_evaluation(frame):
@@ -198,17 +209,12 @@ def _report(args):
         print(f"{summary_sentence(comparison)}\n{args.out}")
 
 # %% ../nbs/library/28_cli.ipynb #transform
-def _normalizes(args):
-    "Whether vectors are brought to norm 1: always for the folder of an estimator, which did so in fit."
-    return args.normalize or Path(args.adapter).is_dir()
-
-
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.transform import transform_file, transform_ray
 
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
-    options |= {"normalize": _normalizes(args), "progress": _show_progress(args)}
+    options["progress"] = _show_progress(args)
     if args.threads:
         options["threads"] = args.threads
     if args.ray is None:
@@ -239,12 +245,9 @@ def _migrate(args):
 
 def _migrate_table(args, store):
     "Migrate a LanceDB table."
-    from ega.arrays import InputError
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
     from ega.packs import read_pack
 
-    if args.normalize:
-        raise InputError("--normalize is for a FAISS index; the vectors of a LanceDB table have norm 1")
     table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
     previous, version = active_column(table), migrate_table(table, args.adapter)
     if args.activate:
@@ -269,7 +272,6 @@ def _migrate_index(args, store):
         args.adapter,
         args.vectors,
         index_factory=args.index_factory,
-        normalize=_normalizes(args),
         progress=_show_progress(args),
     )
     if args.activate:
@@ -442,11 +444,6 @@ def _transform_arguments(command):
         default="float32",
         help="of the computation; bfloat16 is faster where the processor supports it (default: float32)",
     )
-    add(
-        "--normalize",
-        action="store_true",
-        help="bring vectors to norm 1 instead of refusing others (the folder of `ega fit` always does)",
-    )
     add("--threads", type=int, metavar="N", help="default: all cores; with --ray 1 in each task")
     add("--device", help="default: cuda when there is one, else cpu")
     add(
@@ -550,11 +547,6 @@ def _migrate_arguments(command):
         metavar="FILE",
         help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
         "added if the table lacks them",
-    )
-    add(
-        "--normalize",
-        action="store_true",
-        help="FAISS: bring vectors to norm 1 instead of refusing others (the folder of `ega fit` always does)",
     )
     add("--index-factory", metavar="NAME", default="Flat", help="FAISS: faiss.index_factory string (default: Flat)")
     add(

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils.validation import _check_feature_names, check_is_fitted
+from sklearn.utils.validation import check_is_fitted
 
 import ega
 from ega.adapters import (
@@ -32,13 +32,14 @@ from ega.adapters import (
 from ega.arrays import (
     InputError,
     check_and_normalize,
+    check_feature_names,
     check_rows_per_class,
     encode_labels,
     import_optional,
 )
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
-from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
+from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
 from .training import config_to_dict
 
 # %% ../nbs/library/22_estimator.ipynb #like
@@ -58,14 +59,6 @@ def _fill_like(
     if not isinstance(given, torch.Tensor):
         return out
     return torch.from_numpy(out).to(given.device, given.dtype if given.is_floating_point() else torch.float32)
-
-
-def _check_columns(estimator, X, *, reset):
-    "Store (reset) or compare the column names of a DataFrame, as scikit-learn does; InputError if they differ."
-    try:
-        _check_feature_names(estimator, X, reset=reset)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 # %% ../nbs/library/22_estimator.ipynb #about
 SAVED_PARAMS = ("method", "max_unseen_loss", "confidence", "candidates", "strengths", "cv", "random_state")
@@ -393,7 +386,7 @@ def _hub_class(estimator_class):
     return HubModel
 
 # %% ../nbs/library/22_estimator.ipynb #chosen
-def _select(estimator, x, y):
+def _select(estimator, x, y, progress):
     "The Selection of an estimator that is being fitted; x (n, d) unit rows, y (n,) labels from 0, -1 unlabelled."
     method = estimator.method
     if estimator.max_unseen_loss is not None:
@@ -408,7 +401,7 @@ def _select(estimator, x, y):
             random_state=estimator.random_state,
             n_jobs=estimator.n_jobs,
             device=estimator.device,
-            verbose=estimator.verbose,
+            progress=progress,
         )
     if method == "auto":
         raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method to fit without comparison")
@@ -418,12 +411,20 @@ def _select(estimator, x, y):
     return Selection(name, strength, reason, table, None, estimator.confidence, n_classes, config)
 
 
-def _fit_selected(selection, x, y, device):
+def _fit_selected(selection, x, y, device, progress):
     "The selected adapter, fitted on labelled rows; the identity if the frozen embeddings were selected."
     if selection.frozen:
         return LinearAdapter(x.shape[1]).eval()
-    adapter = fit_adapter(selection.config, x, y, device=device)
+    progress.start(f"{selection.method} on all {len(x)} labelled rows")
+    adapter = fit_adapter(selection.config, x, y, device=device, on_epoch=progress.epoch)
     return adapter if selection.strength == 1 else scale_residual(adapter, selection.strength)
+
+
+def _number_by_first_occurrence(labels):
+    "Labels (n,) numbered 0, 1, 2, ... in the order in which they first occur; -1 stays -1."
+    numbered, known = labels.copy(), labels >= 0
+    numbered[known] = pd.factorize(labels[known])[0]
+    return numbered
 
 # %% ../nbs/library/22_estimator.ipynb #ega
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator):
@@ -460,7 +461,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     device : torch.device, str or None, default=None
         Where to train and transform. None: CUDA when there is one, else the CPU.
     verbose : bool, default=False
-        Show the progress of the comparison.
+        Show one progress bar over the comparison and the fit on all rows.
 
     Attributes
     ----------
@@ -566,18 +567,24 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             If X or y is not as described, a parameter of the constructor is out of range, or there are
             more than half as many classes as labelled rows, of which there are 20 or more.
         """
-        x = check_and_normalize(X)
-        _check_columns(self, X, reset=True)
-        labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
-        check_rows_per_class(labels, classes)
-        self.classes_ = classes
-        self.n_features_in_ = self._n_features_out = x.shape[1]
-        self.selection_ = _select(self, x, labels)
-        self.cv_results_ = self.selection_.cv_results
-        self.frozen_ = self.selection_.frozen
-        self.adapter_ = _fit_selected(self.selection_, x[labels >= 0], labels[labels >= 0], self.device)
-        self.fingerprint_ = adapter_fingerprint(self.adapter_)
-        self.data_fingerprint_ = hash_arrays(x, labels)
+        with FitProgress(self.verbose) as progress:
+            progress.start("checking X and y")
+            progress.add_steps(1)  # the fit on all labelled rows
+            x = check_and_normalize(X)
+            check_feature_names(self, X, reset=True)
+            labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+            check_rows_per_class(labels, classes)
+            self.classes_ = classes
+            numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
+            self.n_features_in_ = self._n_features_out = x.shape[1]
+            self.selection_ = _select(self, x, numbers, progress)
+            self.cv_results_ = self.selection_.cv_results
+            self.frozen_ = self.selection_.frozen
+            known = labels >= 0
+            self.adapter_ = _fit_selected(self.selection_, x[known], numbers[known], self.device, progress)
+            self.fingerprint_ = adapter_fingerprint(self.adapter_)
+            self.data_fingerprint_ = hash_arrays(x, labels)
+            progress.finish()
         return self
 
     def transform(self, X: Any) -> Any:
@@ -602,7 +609,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             If X has other columns than in `fit`, or a row that is not finite or of norm 0.
         """
         check_is_fitted(self)
-        _check_columns(self, X, reset=False)
+        check_feature_names(self, X, reset=False)
         by_block = isinstance(X, np.memmap) and X.ndim == 2 and len(X) > 0
         x = X if by_block else check_and_normalize(X, self.n_features_in_)
         step = 2**14

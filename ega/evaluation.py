@@ -14,7 +14,14 @@ import numpy as np
 import pandas as pd
 
 from .adapters import transform
-from .arrays import InputError, check_and_normalize, check_labels, encode_labels, match_classes
+from ega.arrays import (
+    InputError,
+    check_and_normalize,
+    check_feature_names,
+    check_labels,
+    encode_labels,
+    match_classes,
+)
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -168,7 +175,7 @@ def evaluate(
     estimator : EmbeddingAdapter
         A fitted estimator.
     X : array-like of shape (n, d)
-        Embeddings; rows are normalised to unit length.
+        Embeddings; rows of any norm but 0 are brought to norm 1. A DataFrame must have the columns of `fit`.
     y : array-like of shape (n,)
         Labels of the kind given to `fit`: integers or texts. Unlabelled rows are not used.
     unlabelled : sequence, optional
@@ -219,6 +226,7 @@ def evaluate(
     from sklearn.utils.validation import check_is_fitted
 
     check_is_fitted(estimator, "adapter_")
+    check_feature_names(estimator, X, reset=False)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))

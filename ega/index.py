@@ -30,7 +30,7 @@ from ega.adapters import (
     save_adapter,
     transform,
 )
-from .arrays import InputError, check_embeddings, check_positive_int, check_unit_norm, normalize
+from .arrays import InputError, as_unit_rows, check_embeddings, check_positive_int, check_unit_norm, normalize
 from .closed_form import LinearMap
 from .files import READ_ERRORS, atomic_write, file_hash, hash_arrays, read_json, short_error
 from .search import Neighbours, import_faiss, knn
@@ -41,7 +41,7 @@ from .vectors import VectorFile, open_vectors
 class IndexTransform(NamedTuple):
     "What an index needs from an adapter."
 
-    transform: Callable[[np.ndarray], np.ndarray]  # (n, input_dim) unit rows -> (n, output_dim) unit rows
+    transform: Callable[[np.ndarray], np.ndarray]  # (n, input_dim) rows of any norm but 0 -> (n, output_dim) unit rows
     input_dim: int
     output_dim: int
     fingerprint: str  # hash of the kind and the weights
@@ -49,14 +49,23 @@ class IndexTransform(NamedTuple):
     module: torch.nn.Module | None  # of ega.adapters, else None
 
 
+def _of_any_norm(transform, dim):
+    "A transform of unit rows (n, dim), for rows of any norm but 0."
+
+    def adapt(x):
+        return transform(as_unit_rows(x, dim=dim))
+
+    return adapt
+
+
 def _from_matrix(matrix, fingerprint, module=None):
     "Transform x -> l2(matrix @ x) of a matrix (output_dim, input_dim)."
     A = check_embeddings(matrix, "matrix")
 
     def adapt(x):
-        return normalize(check_unit_norm(check_embeddings(x, dim=A.shape[1]), "x") @ A.T, "z")
+        return normalize(x @ A.T, "z")
 
-    return IndexTransform(adapt, A.shape[1], len(A), fingerprint, A, module)
+    return IndexTransform(_of_any_norm(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, module)
 
 
 def _chain(steps):
@@ -102,16 +111,22 @@ def as_transform(
         if not adapter.mean_.any():
             return _from_matrix(adapter.matrix_.T, fingerprint)
         input_dim, output_dim = adapter.matrix_.shape
-        return IndexTransform(adapter.transform, input_dim, output_dim, fingerprint, None, None)
+        return IndexTransform(
+            _of_any_norm(adapter.transform, input_dim), input_dim, output_dim, fingerprint, None, None
+        )
     if isinstance(adapter, torch.nn.Module) and hasattr(adapter, "d"):
         fingerprint = adapter_fingerprint(adapter)
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
         if hasattr(module, "as_matrix"):
             return _from_matrix(module.as_matrix(), fingerprint, module)
-        return IndexTransform(partial(transform, module), module.d, module.d, fingerprint, None, module)
+        return IndexTransform(
+            _of_any_norm(partial(transform, module), module.d), module.d, module.d, fingerprint, None, module
+        )
     if _is_custom_adapter(adapter):
         output_dim = getattr(adapter, "dim", adapter.d)
-        return IndexTransform(adapter.transform, adapter.d, output_dim, adapter.fingerprint, None, None)
+        return IndexTransform(
+            _of_any_norm(adapter.transform, adapter.d), adapter.d, output_dim, adapter.fingerprint, None, None
+        )
     raise InputError(
         "expected an adapter of ega.adapters, a fitted closed form or estimator, a matrix, "
         f"or an object with transform, d and fingerprint; got {type(adapter).__name__}"
@@ -471,8 +486,8 @@ class AdaptedIndex(_IndexFiles):
 
         Parameters
         ----------
-        x : (n, d) array, memory map or tensor of unit rows
-            Raw embeddings, or adapted ones if `adapted_by` is given.
+        x : (n, d) array, memory map or tensor
+            Raw embeddings of any norm but 0, or adapted ones if `adapted_by` is given.
         ids : (n,) array of int or str, optional
             Distinct new ids; by default integers that continue those of the index.
         adapted_by : str, optional
@@ -492,8 +507,8 @@ class AdaptedIndex(_IndexFiles):
 
         Parameters
         ----------
-        xq : (nq, d) array of unit rows
-            Raw queries, or adapted ones if `adapted_by` is given.
+        xq : (nq, d) array
+            Raw queries of any norm but 0, or adapted ones if `adapted_by` is given.
         k : int, default 10
             Neighbours of each query.
         adapted_by : str, optional
@@ -520,7 +535,7 @@ def _add_rows(index, x, ids, adapted_by, batch_size):
     def adapt(rows):
         if adapted_by is None:
             return m.transform(rows)
-        return check_unit_norm(check_embeddings(rows, dim=m.output_dim), "x")
+        return as_unit_rows(rows, dim=m.output_dim)
 
     if not faiss_index.is_trained:
         step = math.ceil(len(x) / MAX_TRAIN_ROWS)
@@ -538,7 +553,7 @@ def _search_rows(index, xq, k, adapted_by):
         z = index.adapter.transform(xq)
     else:
         _check_adapted_by(index.adapter, adapted_by)
-        z = check_embeddings(xq, "xq", dim=index.adapter.output_dim)
+        z = as_unit_rows(xq, "xq", dim=index.adapter.output_dim)
     D, rows = index.index.search(z, k)
     if not len(index):  # FAISS 1.8 returns uninitialised distances from an empty index
         return Neighbours(np.full(rows.shape, np.inf, np.float32), np.full_like(rows, -1))
@@ -607,13 +622,13 @@ class DistilledMap(NamedTuple):
 
 def distill(
     adapter: Any,  # anything as_transform accepts, with as many output as input columns
-    x: np.ndarray,  # (n, d) raw unit rows; no labels needed
+    x: np.ndarray,  # (n, d) raw rows; no labels needed
     rng: np.random.Generator,  # decides which rows are held out
     *,
     held_out: float = 0.2,  # share of the rows used for choosing the ridge and for measuring
 ) -> DistilledMap:
     "Approximate an adapter by one matrix."
-    m, x = as_transform(adapter), check_unit_norm(check_embeddings(x), "x")
+    m, x = as_transform(adapter), as_unit_rows(x)
     if m.output_dim != m.input_dim:
         raise InputError(f"the adapter must have as many output as input columns, got {m.input_dim} -> {m.output_dim}")
     held, fitted = _hold_out(len(x), held_out, rng)
@@ -628,7 +643,7 @@ def distill(
 
 # %% ../nbs/library/24_index.ipynb #query-only
 def map_queries_only(
-    xq: np.ndarray,  # (nq, d) raw unit queries
+    xq: np.ndarray,  # (nq, d) raw queries
     adapter: Any,  # linear; anything as_transform accepts
 ) -> np.ndarray:  # (nq, d) unit rows, for inner-product search among raw or rescaled stored rows
     "The query map l2(A'A q)."
@@ -674,13 +689,13 @@ class QueryOnlyFit(NamedTuple):
 
 def fit_query_only(
     adapter: Any,  # linear; anything as_transform accepts
-    x: np.ndarray,  # (n, d) raw unit rows like the stored ones; no labels needed
+    x: np.ndarray,  # (n, d) raw rows like the stored ones; no labels needed
     rng: np.random.Generator,  # decides which rows are held out
     *,
     held_out: float = 0.2,  # share of the rows used for choosing the ridge and for measuring
 ) -> QueryOnlyFit:
     "Fit a matrix for query-only search among stored rows that are not rescaled."
-    A, x = _matrix_of(adapter), check_unit_norm(check_embeddings(x), "x")
+    A, x = _matrix_of(adapter), as_unit_rows(x)
     held, fitted = _hold_out(len(x), held_out, rng)
     z = normalize(x @ A.T)
     candidates = list(_ridge_solutions(x[fitted], z[fitted], A))
@@ -732,17 +747,17 @@ def _source_ids(source: Path, rows: VectorFile, ids):
     return _check_ids(ids, rows.n, np.empty(0, np.int64))
 
 
-def _build_version(folder, m, source, index_factory, ids, column, normalize, batch_size, progress):
+def _build_version(folder, m, source, index_factory, ids, column, batch_size, progress):
     "Adapt a file of raw embeddings and build a version from it; what is finished is not computed again."
     name = m.fingerprint[:16]
     if not (folder / name / "about.json").exists():
         rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
         ids = _source_ids(source, rows, ids)
-        call = json.dumps([*file_stat_key(source), rows.column, bool(normalize)])
+        call = json.dumps([*file_stat_key(source), rows.column])
         call_hash = hash_arrays(np.frombuffer(call.encode(), np.uint8))[:8]  # another call does not reuse these rows
         adapted = folder / f"{name}.rows-{call_hash}{source.suffix}"
         if not adapted.exists():
-            transform_file(_file_adapter(m), source, adapted, column=column, normalize=normalize, progress=progress)
+            transform_file(_file_adapter(m), source, adapted, column=column, progress=progress)
         _add_file(index, open_vectors(adapted, m.input_dim, rows.column), ids, batch_size).save(folder / name)
     for path in folder.glob(f"{name}.rows*"):
         path.unlink()
@@ -823,7 +838,6 @@ class IndexStore(_IndexVersions):
         index_factory: str = "Flat",
         ids: Any = None,
         column: str | None = None,
-        normalize: bool = False,
         batch_size: int = 8192,
         progress: bool = False,
     ) -> str:
@@ -834,15 +848,13 @@ class IndexStore(_IndexVersions):
         adapter : adapter
             Anything `as_transform` accepts, with as many output as input columns.
         source : path
-            File of the raw embeddings: .npy, .parquet or a pack.
+            File of the raw embeddings, of any norm but 0: .npy, .parquet or a pack.
         index_factory : str, default "Flat"
             FAISS factory string of the new index.
         ids : (n,) array of int or str, optional
             Ids of the embeddings; those of a pack, or row numbers, by default.
         column : str, optional
             Column of the embeddings in a Parquet file.
-        normalize : bool, default False
-            Normalise the embeddings; otherwise only unit rows are accepted.
         batch_size : int, default 8192
             Adapted embeddings read at once.
         progress : bool, default False
@@ -859,7 +871,7 @@ class IndexStore(_IndexVersions):
             If the file, the ids or the factory string do not fit; nothing is written then.
         """
         m, source = as_transform(adapter), Path(source)
-        return _build_version(self.folder, m, source, index_factory, ids, column, normalize, batch_size, progress)
+        return _build_version(self.folder, m, source, index_factory, ids, column, batch_size, progress)
 
 # %% ../nbs/library/24_index.ipynb #sentenceadapter
 class SentenceAdapter(torch.nn.Module):

@@ -134,7 +134,7 @@ def migrate_table(
     adapter: Any,  # anything ega.index.as_transform accepts
     *,
     id_column: str = "id",  # distinct values
-    vector_column: str = "vector",  # raw unit vectors
+    vector_column: str = "vector",  # raw vectors
     batch_size: int = 2048,  # rows in a transaction
     max_rows: int | None = None,  # adapted in this call; None: all that are missing
 ) -> str:  # name of the adapted column
@@ -207,7 +207,7 @@ class AdaptedTable:
 
     def rows(
         self,
-        xq: np.ndarray,  # (nq, d) raw unit queries
+        xq: np.ndarray,  # (nq, d) raw queries
         k: int = 10,  # rows for each query
         *,
         where: str | None = None,  # SQL condition on the rows
@@ -228,7 +228,7 @@ class AdaptedTable:
 
     def search(
         self,
-        xq: np.ndarray,  # (nq, d) raw unit queries
+        xq: np.ndarray,  # (nq, d) raw queries
         k: int = 10,  # neighbours of each query
         *,
         where: str | None = None,  # SQL condition on the rows

@@ -11,6 +11,7 @@ __all__ = ['MethodPreset', 'MAIN_METHODS', 'BASELINES', 'RECOMMENDED_METHODS', '
 # %% ../nbs/library/17_methods.ipynb #methods-import-cell
 import json
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -304,6 +305,7 @@ def fit_method(
     *,
     checkpoint: Path | str | None = None,  # file from which an interrupted training resumes
     device: torch.device | str | None = None,  # None: CUDA when there is one
+    on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
     init_transform = fit_closed_form_start(config.adapter, x, y)
@@ -313,12 +315,18 @@ def fit_method(
     z = init_transform.transform(x) if init_transform else x
     adapter = build_adapter(config.adapter, z.shape[1], torch_generator(rngs.init))
     objective = build_objective(config.loss, z, y, device=device)
-    history = train(adapter, objective, z, y, rngs=rngs, config=config.train, device=device, checkpoint=checkpoint)
+    options: dict[str, Any] = dict(rngs=rngs, config=config.train, device=device, checkpoint=checkpoint)
+    history = train(adapter, objective, z, y, **options, on_epoch=on_epoch)
     return FittedMethod(init_transform, adapter, history)
 
 # %% ../nbs/library/17_methods.ipynb #fit-adapter
 def fit_adapter(
-    config: MethodConfig, x: np.ndarray, y: np.ndarray, *, device: torch.device | str | None = None
+    config: MethodConfig,
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    device: torch.device | str | None = None,
+    on_epoch: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
     """Fit a method and return it as one adapter.
 
@@ -332,6 +340,8 @@ def fit_adapter(
         Labels.
     device : str or torch.device, optional
         Where to train. The default is CUDA when there is one, otherwise the CPU.
+    on_epoch : callable, optional
+        Called after each epoch of training with the number of finished epochs and of all epochs.
 
     Returns
     -------
@@ -359,7 +369,7 @@ def fit_adapter(
     >>> fit_adapter(build_method_config("linear_supcon", epochs=2), x, np.array([0, 0, 1, 1]), device="cpu")
     LinearAdapter(d=4)
     """
-    init_transform, adapter, _ = fit_method(config, x, y, device=device)
+    init_transform, adapter, _ = fit_method(config, x, y, device=device, on_epoch=on_epoch)
     if init_transform is None:
         return LinearAdapter(x.shape[1]).eval() if adapter is None else adapter.cpu().eval()
     if not (adapter is None or isinstance(adapter, (LinearAdapter, LoRAAdapter))):

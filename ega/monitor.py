@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_unit_norm
+from .arrays import InputError, as_unit_rows, check_embeddings
 from .files import atomic_write, read_json, read_npz
 from .index import as_transform, load_transform, save_transform
 from .metrics import displacement
@@ -28,16 +28,16 @@ DRIFT_SIGNALS = {  # name: description in messages
 
 
 def query_signals(
-    x: np.ndarray,  # (n, d) raw unit queries
+    x: np.ndarray,  # (n, d) raw queries; rows of any norm but 0, here and in the gallery
     adapter: Any,  # anything ega.index.as_transform accepts
-    gallery: np.ndarray,  # (m, d) raw unit embeddings of the gallery
+    gallery: np.ndarray,  # (m, d) raw embeddings of the gallery
     *,
     k: int = 10,  # neighbours compared
 ) -> dict[str, np.ndarray]:  # name -> (n,) float64; without displacement where the adapter changes the dimension
     "Signals of queries that need no labels."
     m = as_transform(adapter)
-    x = check_unit_norm(check_embeddings(x, dim=m.input_dim), "x")
-    gallery = check_unit_norm(check_embeddings(gallery, "gallery", dim=m.input_dim), "gallery")
+    x = as_unit_rows(x, dim=m.input_dim)
+    gallery = as_unit_rows(gallery, "gallery", dim=m.input_dim)
     if len(gallery) < k:
         raise InputError(f"the gallery must have at least k = {k} rows, got {len(gallery)}")
     z = m.transform(x)
@@ -180,7 +180,7 @@ class _MonitorState:
     def __init__(
         self,
         adapter: Any,  # anything ega.index.as_transform accepts
-        gallery: np.ndarray,  # (m, d) raw unit embeddings
+        gallery: np.ndarray,  # (m, d) raw embeddings
         reference: dict[str, np.ndarray],  # from query_signals, of the reference queries
         *,
         k: int = 10,  # neighbours compared
@@ -265,11 +265,11 @@ class Monitor(_MonitorState):
 
         Parameters
         ----------
-        reference : (n, d) array of unit rows
+        reference : (n, d) array
             Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
         adapter : adapter
             Anything `ega.index.as_transform` accepts.
-        gallery : (m, d) array of unit rows, optional
+        gallery : (m, d) array, optional
             Raw embeddings of the gallery or a sample of them; by default every other row of `reference`.
         k : int, default 10
             Neighbours compared.
@@ -278,7 +278,7 @@ class Monitor(_MonitorState):
         horizon : int, default 100
             Number of batches for which the bound holds.
         """
-        reference = check_unit_norm(check_embeddings(reference, "reference"), "reference")
+        reference = as_unit_rows(reference, "reference")
         if gallery is None:
             gallery, reference = reference[::2], reference[1::2]
         signals = query_signals(reference, adapter, gallery, k=k)
@@ -289,7 +289,7 @@ class Monitor(_MonitorState):
 
         Parameters
         ----------
-        batch : (b, d) array of unit rows
+        batch : (b, d) array
             Raw queries.
 
         Returns

@@ -22,6 +22,7 @@ from ega.arrays import (
     InputError,
     check_and_normalize,
     check_embeddings,
+    check_feature_names,
     check_labels,
     check_unit_norm,
     encode_labels,
@@ -664,6 +665,7 @@ def _write_report(estimator, X, y, path, unlabelled, source, random_state):
     from ega.adapters import transform
 
     check_is_fitted(estimator)
+    check_feature_names(estimator, X, reset=False)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
     seen = np.flatnonzero(match_classes(classes, estimator.classes_))

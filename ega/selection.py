@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'resolve_candidate',
-           'leave_classes_out', 'compare_on_fold', 'score_candidates', 'pick_candidate', 'Selection',
+           'leave_classes_out', 'FitProgress', 'compare_on_fold', 'score_candidates', 'pick_candidate', 'Selection',
            'build_cv_results', 'select_adapter']
 
 # %% ../nbs/library/21_selection.ipynb #074431df
+import threading
 import time
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,64 @@ def leave_classes_out(
         folds.append(ClassFold(fit, queries, np.flatnonzero(is_held_out)))
     return folds
 
+# %% ../nbs/library/21_selection.ipynb #fit-progress
+class FitProgress:
+    "Progress bar over a selection and the fit after it, drawn inside a `with` block."
+
+    def __init__(
+        self,
+        show: bool = True,  # False: print nothing
+    ):
+        self.show, self.n_steps, self.n_done, self._bar = show, 0, 0, None
+
+    def __enter__(self) -> "FitProgress":
+        if self.show:
+            from tqdm import tqdm
+
+            layout = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
+            self._bar = tqdm(total=1, desc="start", bar_format=layout, dynamic_ncols=True)
+            self._closing = threading.Event()
+            self._clock = threading.Thread(target=self._draw_every_second, daemon=True)
+            self._clock.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._closing.set()
+            self._clock.join()
+            self._bar.close()
+            self._bar = None
+
+    def _draw_every_second(self):
+        while not self._closing.wait(1.0):
+            self._bar.refresh()
+
+    def _draw(self, position, text=None):
+        if self._bar is not None:
+            self._bar.total, self._bar.n = max(1, self.n_steps), position
+            if text is not None:
+                self._bar.set_description_str(text, refresh=False)
+            self._bar.refresh()
+
+    def add_steps(self, n: int) -> None:
+        "Announce `n` more steps."
+        self.n_steps += n
+        self._draw(self.n_done)
+
+    def start(self, text: str) -> None:
+        "Show what is computed now."
+        self._draw(self.n_done, text)
+
+    def epoch(self, finished: int, epochs: int) -> None:
+        "Show the finished share of the training that is the present step."
+        if self._bar is not None:
+            self._bar.update(self.n_done + finished / epochs - self._bar.n)  # draws ten times a second at most
+
+    def finish(self, n: int = 1) -> None:
+        "Count `n` finished steps."
+        self.n_done += n
+        self._draw(self.n_done)
+
 # %% ../nbs/library/21_selection.ipynb #asked
 def _fold_hits(adapter, x, y, fold, device):
     "LP@1 of the seen queries, and of the held-out rows whose class has another row."
@@ -106,21 +165,24 @@ def compare_on_fold(
     *,
     strengths: Sequence[float] = STRENGTHS,
     device: "torch.device | str | None" = None,  # None: CUDA when there is one
-    on_fitted: "Callable[[str], None] | None" = None,  # called with the name of each candidate that is done
+    progress: "FitProgress | None" = None,  # shows each candidate
+    label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:  # fit_seconds: training alone; seconds: training and search
     "Fit every candidate on one fold and compare it with the frozen embeddings at every strength."
+    progress = progress or FitProgress(show=False)
+    progress.start(f"frozen embeddings{label}")
     frozen_seen, frozen_unseen = _fold_hits(None, x, y, fold, device)
     changes, fit_seconds, seconds = {}, {}, {}
     for name, config in candidates:
         start = time.monotonic()
-        fitted = fit_adapter(config, x[fold.fit], y[fold.fit], device=device)
+        progress.start(f"{name}{label}")
+        fitted = fit_adapter(config, x[fold.fit], y[fold.fit], device=device, on_epoch=progress.epoch)
         fit_seconds[name] = time.monotonic() - start
         for strength, adapter in _at_strengths(fitted, strengths).items():
             seen, unseen = _fold_hits(adapter, x, y, fold, device)
             changes[name, strength] = (seen - frozen_seen, unseen - frozen_unseen)
         seconds[name] = time.monotonic() - start
-        if on_fitted is not None:
-            on_fitted(name)
+        progress.finish()
     return FoldComparison(changes, fit_seconds, seconds)
 
 # %% ../nbs/library/21_selection.ipynb #compare-on-folds
@@ -141,22 +203,23 @@ def _compare_on_one_thread(*args, **kwargs):
         return compare_on_fold(*args, **kwargs)
 
 
-def _compare_on_folds(x, y, folds, candidates, *, n_jobs, verbose, **settings):
+def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
     "One FoldComparison per fold, in the order of the folds."
-    if n_jobs is not None or effective_n_jobs(None) > 1:  # the second: inside joblib.parallel_config
-        jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
-        with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
-            return Parallel(n_jobs=n_jobs, verbose=10 if verbose else 0)(jobs)
-    from tqdm import tqdm
-
-    total = len(folds) * len(candidates)
-    with tqdm(total=total, disable=not verbose, desc="select", unit="fit", dynamic_ncols=True) as bar:
-
-        def show(name):
-            bar.set_postfix_str(name)
-            bar.update()
-
-        return [compare_on_fold(x, y, fold, candidates, on_fitted=show, **settings) for fold in folds]
+    n_folds = len(folds)
+    if n_jobs is None and effective_n_jobs(None) == 1:  # the second is larger inside joblib.parallel_config
+        return [
+            compare_on_fold(x, y, f, candidates, progress=progress, label=f", fold {i} of {n_folds}", **settings)
+            for i, f in enumerate(folds, 1)
+        ]
+    jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
+    progress.start(f"{', '.join(c.name for c in candidates)}: {n_folds} folds in parallel")
+    with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
+        done = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list")(jobs)
+        comparisons = []
+        for comparison in done:
+            comparisons.append(comparison)
+            progress.finish(len(candidates))
+    return comparisons
 
 # %% ../nbs/library/21_selection.ipynb #columns
 MIN_CLASSES = 10  # with fewer, a bootstrap over classes estimates nothing
@@ -175,13 +238,19 @@ def _summarize_changes(changes, classes, confidence, rng, n_boot):
 
 def _safety_check(row, max_unseen_loss, confidence):
     "Result and reason for one row of the table of candidates."
+    failures = []
     if row.unseen_bound < -max_unseen_loss:
-        return "fail", (
-            f"held-out classes may lose {-row.unseen_bound:.1f} points at confidence {confidence:g}, "
+        failures.append(
+            f"held-out classes may lose {-row.unseen_bound:.2f} points at confidence {confidence:g}, "
             f"more than max_unseen_loss={max_unseen_loss:g}"
         )
     if row.seen_bound <= 0:
-        return "fail", f"the gain on seen classes is not above 0 at confidence {confidence:g}"
+        failures.append(
+            f"the gain on seen classes is not above 0 at confidence {confidence:g} "
+            f"(lower bound {row.seen_bound:+.2f} points)"
+        )
+    if failures:
+        return "fail", "; ".join(failures)
     return "pass", (
         f"seen classes {row.seen:+.1f} points, held-out classes {row.unseen:+.1f} (lower bound {row.unseen_bound:+.1f})"
     )
@@ -323,9 +392,11 @@ def _labelled_rows(x, y, max_rows, rng):
     return x[rows], y[rows]
 
 # %% ../nbs/library/21_selection.ipynb #select
-def _compare_and_select(x, y, folds, candidates, *, max_unseen_loss, confidence, rng, n_classes, **settings):
+def _compare_and_select(x, y, folds, candidates, *, max_unseen_loss, confidence, rng, n_classes, progress, **settings):
     "Compare the candidates on all folds, apply the safety check and select."
-    comparisons = _compare_on_folds(x, y, folds, candidates, **settings)
+    progress.add_steps(len(folds) * len(candidates))
+    comparisons = _compare_on_folds(x, y, folds, candidates, progress=progress, **settings)
+    progress.start("bootstrap over classes")
     changes = {}
     for key in comparisons[0].changes:
         seen, unseen = zip(*(c.changes[key] for c in comparisons))
@@ -364,7 +435,7 @@ def select_adapter(
     random_state: int = 0,
     n_jobs: int | None = None,
     device: "torch.device | str | None" = None,
-    verbose: bool = False,
+    progress: "FitProgress | None" = None,
 ) -> Selection:
     """Select an adapter and its strength by leaving classes out.
 
@@ -400,8 +471,8 @@ def select_adapter(
         can change the last digits of sums in float32.
     device : torch.device, str or None, default=None
         Where to train and search. None: CUDA when there is one, else the CPU.
-    verbose : bool, default=False
-        Show a progress bar, or the messages of joblib with `n_jobs`.
+    progress : FitProgress, optional
+        The bar to draw, opened by ``with FitProgress() as progress:``.
 
     Returns
     -------
@@ -475,5 +546,5 @@ def select_adapter(
         strengths=strengths,
         n_jobs=n_jobs,
         device=device,
-        verbose=verbose,
+        progress=progress or FitProgress(show=False),
     )

@@ -13,7 +13,7 @@ import copy
 import json
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from math import cos, pi
@@ -400,13 +400,13 @@ def _prepare_run(adapter, objective, rngs: Rngs, config: TrainConfig, device: to
     return adapter, optimizer, generators, TrainHistory()
 
 
-def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, interval: float, progress: bool):
+def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, interval: float, on_epoch):
     "Train from epoch `finished` to the end; `save(epoch=...)` writes a checkpoint every `interval` seconds."
     adapter, optimizer, generators, history = run
     device = generators[0].device
     x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
     last_saved = time.monotonic()
-    for epoch in _epochs_with_progress(range(finished, config.epochs), config.epochs, history, progress):
+    for epoch in range(finished, config.epochs):
         start = time.monotonic()
         _set_learning_rate(optimizer, config, epoch)
         record = _train_epoch(adapter, objective, optimizer, x, y, config.batch_size, *generators)
@@ -414,6 +414,8 @@ def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, 
         history.rho += record[:, 1].tolist()
         history.seconds += time.monotonic() - start
         _check_finite(record, epoch, config)
+        if on_epoch:
+            on_epoch(epoch + 1, config.epochs)
         if save and time.monotonic() - last_saved > interval:
             save(epoch=epoch + 1)
             last_saved = time.monotonic()
@@ -431,7 +433,7 @@ def train(
     device: str | torch.device | None = None,
     checkpoint: Path | str | None = None,
     checkpoint_interval: float = 10.0,
-    progress: bool = False,
+    on_epoch: Callable[[int, int], None] | None = None,
 ) -> TrainHistory:
     """Train an adapter with AdamW, in place; on a CPU the same seed gives the same bits, also after a kill.
 
@@ -453,8 +455,8 @@ def train(
         File to resume from when it exists; written every `checkpoint_interval` seconds, removed at the end.
     checkpoint_interval : float, default=10.0
         Seconds between two checkpoints.
-    progress : bool, default=False
-        Show a progress bar with loss and active ratio.
+    on_epoch : callable, optional
+        Called after each epoch with the number of finished epochs and of all epochs.
 
     Returns
     -------
@@ -482,24 +484,10 @@ def train(
     path = Path(checkpoint) if checkpoint else None
     finished = load_checkpoint(path, *run, owner=owner) if path and path.exists() else 0
     save = partial(save_checkpoint, path, *run, owner=owner) if path else None
-    _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, progress)
+    _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, on_epoch)
     if path:
         path.unlink(missing_ok=True)
     return run[-1]
-
-# %% ../nbs/library/16_training.ipynb #bar
-def _epochs_with_progress(epochs: range, total: int, history: TrainHistory, show: bool) -> Iterator[int]:
-    "Iterate over the epochs; with `show`, behind a progress bar with loss and active ratio."
-    if not show:
-        yield from epochs
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, initial=epochs.start, unit="epoch") as bar:
-        for epoch in epochs:
-            yield epoch
-            bar.set_postfix(loss=f"{history.loss[-1]:.4f}", rho=f"{history.rho[-1]:.3f}")
-            bar.update()
 
 # %% ../nbs/library/16_training.ipynb #padded
 def _pad(tensors, device) -> torch.Tensor:

@@ -42,7 +42,6 @@ class TransformOptions(NamedTuple):
     batch_size: int  # rows in a matrix product
     dtype: str  # of the target: "float32" or "float16"
     precision: str  # of the computation: "float32" or "bfloat16"
-    normalize: bool  # scale rows to norm 1 instead of rejecting other norms
     threads: int | None  # None: all cores this process may use
     device: str | torch.device | None  # None: CUDA when there is one
 
@@ -243,7 +242,7 @@ def _compute_rows(
             _write_progress(progress, provenance, done)
             advance(n)
 
-        blocks = iter_normalized_batches(vectors, done, batch_size * batches_per_block, options.normalize)
+        blocks = iter_normalized_batches(vectors, done, batch_size * batches_per_block)
         _overlap(blocks, start_compute, write, check_interrupt)
 
 # %% ../nbs/library/23_transform.ipynb #pack-hashes
@@ -378,7 +377,6 @@ def _provenance(adapter, files, n_rows, options):
             "dtype": options.dtype,
             "precision": options.precision,
             "batch_size": options.batch_size,
-            "normalize": options.normalize,
             "device": pick_device(options.device).type,
         },
         "rows": n_rows,
@@ -580,7 +578,6 @@ def transform_file(
     batch_size: int = 1024,
     dtype: str = "float32",
     precision: str = "float32",
-    normalize: bool = False,
     threads: int | None = None,
     device: str | torch.device | None = None,
     progress: bool = False,
@@ -593,7 +590,8 @@ def transform_file(
         Adapter with the attribute ``d``, its number of columns; or a file written by
         `ega.adapters.save_adapter`, or the folder of a saved estimator. It is not changed.
     source : str or Path
-        A ``.npy`` or ``.parquet`` file with n rows of d numbers, a pack, or a folder of them.
+        A ``.npy`` or ``.parquet`` file with n rows of d numbers, a pack, or a folder of them. Rows of any norm but 0
+        are brought to norm 1.
     target : str or Path
         File of the same format, or a folder. It must not exist.
     column : str, optional
@@ -604,8 +602,6 @@ def transform_file(
         Type of the numbers in the target.
     precision : {"float32", "bfloat16"}, default "float32"
         Precision of the computation; "bfloat16" uses autocast.
-    normalize : bool, default False
-        Scale rows to norm 1. By default, rows of another norm raise an error.
     threads : int, optional
         Threads on a CPU. By default, all cores this process may use.
     device : str or torch.device, optional
@@ -621,8 +617,8 @@ def transform_file(
     Raises
     ------
     InputError
-        If an argument is not allowed, a file cannot be read, a row is not finite or not of norm 1 (the message has
-        its number), the target exists, or an unfinished target was started with other inputs.
+        If an argument is not allowed, a file cannot be read, a row is not finite or has norm 0 (the message has its
+        number), the target exists, or an unfinished target was started with other inputs.
     OSError
         If writing fails. The rows written so far are kept.
 
@@ -651,7 +647,7 @@ def transform_file(
     (4, 0, (4, 4))
     """
     started = time.monotonic()
-    options = TransformOptions(column, batch_size, dtype, precision, bool(normalize), threads, device)
+    options = TransformOptions(column, batch_size, dtype, precision, threads, device)
     module, source_path, target_path = _prepare(adapter, source, target, options)
     if source_path.is_dir():
         shards = _open_shards(source_path, module.d, column)
@@ -710,14 +706,13 @@ def transform_ray(
     batch_size: int = 1024,  # as in transform_file
     dtype: str = "float32",  # as in transform_file
     precision: str = "float32",  # as in transform_file
-    normalize: bool = False,  # as in transform_file
     threads: int = 1,  # processors of a task
     device: str | torch.device | None = None,  # None: CUDA where a task has one
     progress: bool = False,  # show the bars of Ray
 ) -> TransformResult:
     "Transform a folder as `transform_file` does, one file per task, on all machines of a Ray cluster."
     started = time.monotonic()
-    options = TransformOptions(column, batch_size, dtype, precision, bool(normalize), threads, device)
+    options = TransformOptions(column, batch_size, dtype, precision, threads, device)
     module, source_path, target_path = _prepare(adapter, source, target, options)
     if not source_path.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, normalize, parse_label_fields
+from .arrays import InputError, as_unit_rows, has_unit_norm, parse_label_fields
 from .files import READ_ERRORS, open_npy, read_csv_columns, read_npz, short_error
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
@@ -233,43 +233,33 @@ def open_vectors(
     return VectorFile(path, f.metadata.num_rows, partial(_iter_parquet_blocks, path, name, pack, dim), name, pack)
 
 # %% ../nbs/library/05_vectors.ipynb #iter-unit-batches
-def _check_unit_rows(
+def _rows_of_file_to_unit(
     x,  # (m, d) floats of any width
     first,  # number of the first row in the file, for messages
     path,  # for messages
-    rescale,  # scale rows to norm 1 instead of rejecting others
 ):  # (m, d) float32 unit rows
     "Convert a block to float32 unit rows, or raise `InputError` with the number of the row in the file."
     with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf, which is reported below
         x = np.ascontiguousarray(x, np.float32)
-    norm = np.sqrt(np.einsum("ij,ij->i", x, x))
-    is_unit = np.abs(norm - 1) <= 1e-3  # the tolerance of check_unit_norm: float16 rows pass
-    if is_unit.all() and not rescale:
+    if has_unit_norm(x).all():  # the usual case takes one pass
         return x
     bad = np.flatnonzero(~np.isfinite(x).all(1))
     if len(bad):
         raise InputError(f"{path}: row {first + bad[0]} has NaN or inf; drop or repair it")
-    if not rescale:
-        bad = np.flatnonzero(~is_unit)
-        raise InputError(
-            f"{path}: row {first + bad[0]} must be a unit row, got norm {norm[bad[0]]:.3g}; "
-            "pass normalize=True (--normalize) to scale rows to norm 1"
-        )
     bad = np.flatnonzero(~x.any(1))
     if len(bad):
         raise InputError(f"{path}: row {first + bad[0]} has norm 0, so it has no direction; drop it")
-    return normalize(x)
+    return as_unit_rows(x)
 
 
 def iter_normalized_batches(
     vectors: VectorFile,
     first: int,  # row to begin at
     size: int,  # rows in a batch; the last batch may have fewer
-    rescale: bool,  # scale rows to norm 1 instead of rejecting others
 ) -> Iterator[np.ndarray]:  # (<= size, d) float32 unit rows
     "Yield the rows of a file in batches of unit rows, or raise `InputError` with the number of the row."
     for x in vectors.blocks(first, size):
-        yield _check_unit_rows(x, first, vectors.path, rescale)
+        yield _rows_of_file_to_unit(x, first, vectors.path)
         first += len(x)
 
 # %% ../nbs/library/05_vectors.ipynb #read-embeddings

@@ -636,7 +636,6 @@ def transformed(folder, kind):
             "8",
             "--threads",
             "1",
-            "--normalize",
             "--quiet",
         )(folder)
     finally:

@@ -68,7 +68,7 @@ def test_help_fits_80_columns_and_names_every_argument(command, monkeypatch, cap
         ("evaluate", "--unlabelled --label-column"),
         ("report", "--unlabelled --label-column"),
         ("embed", "--precision --batch-size --overwrite"),
-        ("transform", "--precision --batch-size --normalize"),
+        ("transform", "--precision --batch-size"),
         ("migrate", "--vectors --index-factory --activate"),
     ],
 )
@@ -303,7 +303,6 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
         found = json.loads(call(*search, "--where", "split = 'test'", "--json")[1])
         assert {h["id"] for h in found} <= set(es.ids[1::2])
         assert call("migrate", "a.safetensors", place, "--activate", "vector")[0] == 0 and call(*search)[0] == 2
-        assert call("migrate", "a.safetensors", place, "--normalize")[0] == 2
     else:
         assert call(*search, "--where", "x = 1")[0] == 2
         assert call("migrate", "a.safetensors", place)[0] == 2  # needs --vectors
@@ -311,7 +310,7 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
 
 
 def test_index_of_vectors_of_any_norm(store, call):
-    "Refused with the flag to set; with it, and for the folder of `ega fit` without it, the same as unit rows."
+    "The same as unit rows, for the weights alone and for the folder of `ega fit`."
     pytest.importorskip("faiss")
     es, _ = store
     Path("e").mkdir()
@@ -319,16 +318,14 @@ def test_index_of_vectors_of_any_norm(store, call):
     np.save("unit.npy", es.x)
     np.save("long.npy", 7 * es.x)
 
-    def migrate(adapter, place, rows, *options):
-        return call("migrate", adapter, place, "--vectors", rows, "--activate", "--quiet", *options)
+    def migrate(adapter, place, rows):
+        return call("migrate", adapter, place, "--vectors", rows, "--activate", "--quiet")
 
     def search(adapter, place, rows):
         return [h["id"] for h in json.loads(call("search", adapter, place, rows, "-k", "4", "--json")[1])]
 
-    code, _, message = migrate("a.safetensors", "refused", "long.npy")
-    assert code == 2 and "--normalize" in message
     assert migrate("a.safetensors", "unit", "unit.npy")[0] == 0
-    assert migrate("a.safetensors", "long", "long.npy", "--normalize")[0] == 0
+    assert migrate("a.safetensors", "long", "long.npy")[0] == 0
     assert migrate("e", "folder", "long.npy")[0] == 0
     ids = search("a.safetensors", "unit", "unit.npy")
     assert len(ids) == 4 * len(es.x)

@@ -5,6 +5,7 @@ import doctest
 import inspect
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,13 +36,14 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize
+from ega.arrays import InputError, check_and_normalize, normalize
 from ega.cli import main
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.experiments.runs import build_config, fit_and_return_transform
 from ega.methods import build_method_config, fit_adapter
 from ega.packs import EmbeddingSet, write_pack
+from ega.report import write_report
 from ega.selection import Selection
 from ega.vectors import open_vectors, read_embeddings, read_labels
 
@@ -140,6 +142,69 @@ def test_columns_of_a_dataframe_are_kept_and_compared(fitted, tmp_path):
     assert not hasattr(e.fit(x, y), "feature_names_in_")
     with pytest.warns(UserWarning, match="fitted without feature names"):
         e.transform(frame)
+
+
+@pytest.mark.parametrize("compare", [evaluate, write_report], ids=["evaluate", "report"])
+def test_columns_are_compared_wherever_an_estimator_reads_rows(fitted, tmp_path, compare):
+    _, x, y = fitted
+    rest = (tmp_path / "r.md",) if compare is write_report else ()
+    frame = named(x)
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
+    compare(e, frame, y, *rest)
+    with pytest.raises(InputError, match="same order"):
+        compare(e, frame[frame.columns[::-1]], y, *rest)
+    with pytest.warns(UserWarning, match="fitted with feature names"):
+        compare(e, x, y, *rest)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_names_and_numbers_of_classes_change_nothing(seed):
+    "Near the edge of the safety check, another division of the classes would change the selection."
+    x, y = world(seed, shared=False, classes=14)
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(y))
+    x, y = x[rows], y[rows]
+    numbers, texts = rng.permutation(14), np.array([f"{c:x}" for c in rng.permutation(2**20)[:14]])
+    renamed = [numbers[y], 10**9 - numbers[y], texts[y], texts[y].astype(object), pd.Categorical(texts[y]), y.tolist()]
+    first = EmbeddingAdapter(candidates=("wccn", "linear_supcon")).fit(x, y)
+    for labels in renamed:
+        e = EmbeddingAdapter(candidates=("wccn", "linear_supcon")).fit(x, labels)
+        assert e.selection_.table.drop(columns="seconds").equals(first.selection_.table.drop(columns="seconds"))
+        assert e.fingerprint_ == first.fingerprint_ and e.classes_.tolist() == sorted(set(labels))
+
+
+def test_one_bar_ends_with_the_fit_on_all_rows(capfd):
+    x, y = world(0)
+    e = EmbeddingAdapter(candidates=("wccn",), verbose=True).fit(x, y)
+    drawn = capfd.readouterr().err.strip().split("\r")
+    assert not e.frozen_ and "100%" in drawn[-1] and drawn[-1].endswith("wccn on all 168 labelled rows")
+    EmbeddingAdapter(candidates=("wccn",)).fit(x, y)
+    assert capfd.readouterr().err == ""
+
+
+def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
+    "Estimator, evaluation, file and index; unit rows of float32 keep their bits."
+    from ega.index import AdaptedIndex, as_transform
+    from ega.transform import transform_file
+
+    e, x, y = fitted
+    long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
+    z = transform(e.adapter_, x)
+    assert np.array_equal(e.transform(x), z)
+    assert np.array_equal(as_transform(e).transform(x), normalize(x @ as_transform(e).matrix.T))
+    results = {"estimator": e.transform(long), "index": as_transform(e).transform(long)}
+    for name, rows in (("x", x), ("long", long)):
+        np.save(tmp_path / f"{name}.npy", rows)
+        e.save(tmp_path / "a")
+        transform_file(tmp_path / "a/adapter.safetensors", tmp_path / f"{name}.npy", tmp_path / f"{name}_z.npy")
+    assert np.array_equal(np.load(tmp_path / "x_z.npy"), z)
+    results["file"] = np.load(tmp_path / "long_z.npy")
+    for name, result in results.items():
+        assert np.allclose(result, z, atol=1e-6), name
+    assert evaluate(e, long, y).equals(evaluate(e, x, y))
+    pytest.importorskip("faiss")
+    found, expected = (AdaptedIndex(e).add(rows).search(rows, 5).I for rows in (long, x))
+    assert np.array_equal(found[:, 0], expected[:, 0])
 
 
 def test_set_output_makes_a_dataframe(fitted):
@@ -316,13 +381,16 @@ def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
     "A method by name is the only candidate."
     _, x, y = fitted
     calls, frozen = [], Selection("frozen", 0.0, "", pd.DataFrame(), 1.0, 0.95, 12)
-    monkeypatch.setattr(
-        estimator, "select_adapter", lambda x, y, names, **settings: calls.append((names, settings)) or frozen
-    )
-    same = dict(max_unseen_loss=0.3, confidence=0.8, strengths=(0.4,), random_state=5, device="cpu")
-    same |= dict(n_jobs=2, verbose=True)
-    EmbeddingAdapter(candidates=("lda",), cv=3, **same).fit(x, y)
-    EmbeddingAdapter("wccn", cv=3, **same).fit(x, y)
+
+    def record(x, y, names, *, progress, **settings):
+        assert progress.show
+        calls.append((names, settings))
+        return frozen
+
+    monkeypatch.setattr(estimator, "select_adapter", record)
+    same = dict(max_unseen_loss=0.3, confidence=0.8, strengths=(0.4,), random_state=5, device="cpu", n_jobs=2)
+    EmbeddingAdapter(candidates=("lda",), cv=3, verbose=True, **same).fit(x, y)
+    EmbeddingAdapter("wccn", cv=3, verbose=True, **same).fit(x, y)
     assert calls == [(("lda",), same | {"n_folds": 3}), (("wccn",), same | {"n_folds": 3})]
 
 
@@ -521,6 +589,14 @@ def test_commands_fit_evaluate_and_transform(files, tmp_path, capsys, monkeypatc
     text = capsys.readouterr().out
     assert "pass" in text and "held-out classes" in text and not EmbeddingAdapter.load(out).frozen_
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 120
+    np.save("shuffled.npy", np.random.default_rng(0).permutation(np.load(files / "y.npy")))
+    assert main(["fit", x, "shuffled.npy", "-o", out, "--max-unseen-loss", "0", "--overwrite", "--quiet"]) == 0
+    shown = capsys.readouterr()
+    table, failures = shown.out.split("\n\n")[:2]
+    assert table.count(" fail") == failures.count(" fails: ") > 0 and shown.err == ""
+    assert max(map(len, f"{table}\n{failures}".splitlines())) <= 80 and "more than max_unseen_loss=0" in failures
+    assert main(["fit", x, y, "-o", out, "--overwrite"]) == 0
+    assert capsys.readouterr().err == ""  # no terminal
     assert main(["fit", x, y, "-o", out]) == 2 and "--overwrite" in capsys.readouterr().err
     assert main(["fit", str(files / "pack.parquet"), "-o", out, "--overwrite", "--json", "--method", "wccn"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -533,8 +609,8 @@ def test_commands_fit_evaluate_and_transform(files, tmp_path, capsys, monkeypatc
     np.save("long.npy", 3 * np.load(x))  # what fit accepts, transform accepts
     assert main(["transform", out, "long.npy", "-o", "y.npy", "--quiet"]) == 0
     assert np.allclose(np.load("y.npy"), np.load("z.npy"), atol=1e-6)
-    assert main(["transform", f"{out}/adapter.safetensors", "long.npy", "-o", "n.npy", "--quiet"]) == 2
-    assert "--normalize" in capsys.readouterr().err
+    assert main(["transform", f"{out}/adapter.safetensors", "long.npy", "-o", "n.npy", "--quiet"]) == 0
+    assert np.array_equal(np.load("y.npy"), np.load("n.npy"))
     assert main(["fit", x, "-o", "b"]) == 2 and "labels" in capsys.readouterr().err
     assert main(["evaluate", "nowhere", x, y]) == 2 and "no such" in capsys.readouterr().err
 
@@ -579,3 +655,25 @@ def test_methods_of_an_unfitted_estimator_raise_notfittederror(fitted):
     ):
         with pytest.raises(NotFittedError):
             call()
+
+
+def test_ctrl_c_while_fit_saves_leaves_both_files(files, tmp_path, monkeypatch):
+    "The weights are written first; an interruption behind them waits until the description is written."
+    x, y, out = files / "x.npy", files / "y.csv", tmp_path / "a"
+
+    def interrupted(*args):
+        save_adapter(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    assert main(["fit", str(x), str(y), "-o", str(out), "--quiet"]) == 0
+    before = EmbeddingAdapter.load(out)
+    monkeypatch.setattr(estimator, "save_adapter", interrupted)
+    assert main(["fit", str(x), str(y), "-o", str(out), "--quiet", "--overwrite", "--method", "wccn"]) == 0
+    assert EmbeddingAdapter.load(out).method == "wccn" != before.method
+
+
+def test_ctrl_c_during_fit_writes_nothing(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimator, "fit_adapter", lambda *args, **settings: signal.raise_signal(signal.SIGINT))
+    out = tmp_path / "a"
+    assert main(["fit", str(files / "x.npy"), str(files / "y.csv"), "-o", str(out), "--quiet"]) == 130
+    assert not list(tmp_path.iterdir())

@@ -155,3 +155,12 @@ def test_write_table_resumes_and_open_table_checks_path(tmp_path):
         (tmp_path / "hollow.lance", "cannot be opened"),
     ):
         assert words in error_message(lambda: open_table(wrong))
+
+
+def test_rows_of_any_norm_are_migrated_and_searched_as_unit_rows(tmp_path, table):
+    "A table that another program wrote, with vectors as its encoder gave them."
+    raw = lancedb.connect(tmp_path).create_table("raw", [{"id": i, "vector": 3 * v} for v, i in zip(x, range(N))])
+    activate(raw, migrate_table(raw, WHITENING))
+    expected = exact(WHITENING, 5)
+    found = AdaptedTable(raw, WHITENING).search(5 * xq, 5)
+    assert np.array_equal(found.I, expected.I) and np.abs(found.D - expected.D).max() < 1e-5

@@ -201,9 +201,17 @@ def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
         (lambda: Monitor.fit(unit(50, 0), WHITE, gallery, significance=0.0), "significance"),
         (lambda: Monitor.fit(unit(50, 0), WHITE, gallery, horizon=0), "horizon"),
         (lambda: query_signals(unit(5, 0), WHITE, gallery[:4]), "at least k"),
-        (lambda: Monitor.fit(2 * unit(50, 0), WHITE, gallery), "unit rows"),
+        (lambda: Monitor.fit(0 * unit(50, 0), WHITE, gallery), "rows of norm 0"),
         (lambda: Monitor.fit(unit(50, 0), WHITE, gallery).check(unit(5, 1)[:, :4]), "columns"),
     ],
 )
 def test_bad_input_raises(call, words):
     assert words in error_message(call)
+
+
+def test_rows_of_any_norm_are_checked_as_unit_rows():
+    a, b = (
+        Monitor.fit(scale * unit(50, 0), WHITE, scale * gallery).check(scale * unit(40, 1, 1.0)) for scale in (1, 7)
+    )
+    assert a.alert == b.alert and a.p_value == b.p_value
+    assert [np.allclose(a.medians[name], b.medians[name], atol=1e-5) for name in a.medians] == [True] * 3

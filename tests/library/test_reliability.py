@@ -517,7 +517,7 @@ def test_commands_on_a_full_disk_print_one_line(tmp_path, capfd, count):
     save_adapter(LinearAdapter(64), tmp_path / "a.safetensors")
     commands = (
         ["fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet"],
-        ["transform", "a.safetensors", "x.npy", "-o", "z.npy", "--normalize", "--quiet"],
+        ["transform", "a.safetensors", "x.npy", "-o", "z.npy", "--quiet"],
         ["report", "e", "x.npy", "y.npy"],
     )
     EmbeddingAdapter("wccn", max_unseen_loss=None).fit(np.load(tmp_path / "x.npy"), labels(60)).save(tmp_path / "e")

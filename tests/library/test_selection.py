@@ -1,6 +1,9 @@
 """Selection by leaving classes out: the folds, the bounds, the safety check, the table and parallel folds."""
 
 import doctest
+import io
+import time
+from contextlib import redirect_stderr
 from dataclasses import replace
 
 import joblib
@@ -15,6 +18,7 @@ from ega.metrics import lp_at_k
 from ega.search import knn, loo_knn
 from ega.selection import (
     MIN_CLASSES,
+    FitProgress,
     compare_on_fold,
     leave_classes_out,
     pick_candidate,
@@ -23,6 +27,7 @@ from ega.selection import (
     select_adapter,
 )
 from ega.statistics import cluster_bootstrap_means
+from ega.training import TrainConfig
 
 
 def world(seed, shared=True, classes=12, n=14, d=12):
@@ -129,6 +134,21 @@ def test_more_confidence_lowers_the_bound():
         )
         bounds.append(table.unseen_bound[1])
     assert bounds[0] > bounds[1] > bounds[2]
+
+
+@pytest.mark.parametrize(
+    "unseen, seen, max_unseen_loss, words",
+    [
+        (0.1, 0.0, 1.0, ["the gain on seen classes is not above 0 at confidence 0.95 (lower bound +0.00 points)"]),
+        (-0.1, 0.5, 1.0, ["held-out classes may lose", "more than max_unseen_loss=1"]),
+        (-0.1, 0.0, 1.0, ["more than max_unseen_loss=1; the gain on seen classes is not above 0"]),
+    ],
+)
+def test_every_reason_of_a_failure_is_given(unseen, seen, max_unseen_loss, words):
+    table = score_candidates(
+        *made_changes(unseen, seen), max_unseen_loss=max_unseen_loss, confidence=0.95, rng=np.random.default_rng(0)
+    )
+    assert all(part in table.reason[1] for part in words)
 
 
 def random_changes(n_candidates, seed=0):
@@ -298,3 +318,48 @@ def test_arguments_out_of_range_are_named():
             select_adapter(x, y, **bad)
     with pytest.raises(InputError, match="unit"):
         select_adapter(2 * x, y)
+
+
+class Screen(io.StringIO):
+    "Standard error that remembers when something was drawn."
+
+    def __init__(self):
+        super().__init__()
+        self.times = [time.monotonic()]
+
+    def write(self, text):
+        self.times.append(time.monotonic())
+        return super().write(text)
+
+
+@pytest.mark.parametrize("n_jobs", [None, 2])
+def test_the_bar_is_drawn_every_second_and_names_the_step(monkeypatch, n_jobs):
+    def slow(*args, **settings):
+        time.sleep(1.5)
+        return fit_adapter(*args, **settings)
+
+    monkeypatch.setattr(selection, "fit_adapter", slow)
+    with joblib.parallel_config("threading"), redirect_stderr(Screen()) as screen, FitProgress() as progress:
+        select_adapter(*world(0), ("wccn",), n_folds=2, n_jobs=n_jobs, progress=progress)
+    text = screen.getvalue()
+    steps = ("wccn: 2 folds in parallel",) if n_jobs else ("wccn, fold 1 of 2", "wccn, fold 2 of 2")
+    assert all(step in text for step in (*steps, "bootstrap over classes"))
+    assert "50%" in text and text.rstrip().endswith("bootstrap over classes") and "100%" in text.split("\r")[-1]
+    assert np.diff(screen.times).max() < 1.4  # once a second, also while a fit of 1.5 s says nothing
+
+
+def test_the_bar_moves_with_the_epochs_of_a_training(monkeypatch):
+    seen = []
+    monkeypatch.setattr(FitProgress, "epoch", lambda self, *epochs: seen.append(epochs))
+    config = replace(resolve_candidate("linear_supcon").config, train=TrainConfig(epochs=3))
+    with redirect_stderr(Screen()), FitProgress() as progress:
+        select_adapter(*world(0), [("short", config)], n_folds=2, strengths=(1.0,), progress=progress)
+    assert seen == [(1, 3), (2, 3), (3, 3)] * 2
+
+
+def test_nothing_is_drawn_unless_it_is_asked_for():
+    with redirect_stderr(Screen()) as screen:
+        with FitProgress(show=False) as progress:
+            select_adapter(*world(0), ("wccn",), progress=progress)
+        select_adapter(*world(0), ("wccn",), n_jobs=2)
+    assert screen.getvalue() == ""

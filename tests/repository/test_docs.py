@@ -18,7 +18,7 @@ root = Path(__file__).resolve().parents[2]
 # The code of a page
 
 
-@pytest.mark.parametrize("page", [root / "README.md", *pages.TUTORIALS], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [root / "README.md", *pages.PAGES], ids=lambda p: p.stem)
 def test_code_blocks_print_the_output_they_show(page, tmp_path):
     text = page.read_text()
     for package in " ".join(re.findall(r"^<!-- needs: (.+) -->$", text, re.M)).split():
@@ -27,7 +27,7 @@ def test_code_blocks_print_the_output_they_show(page, tmp_path):
     with pages.clone(tmp_path):
         for source, want, got in pages.prints(text):
             assert want is None or pages.agrees(want, got, platform_tag()), (
-                f"{page.name} shows\n{want}\nbut\n{source}\nprints\n{got}; `python docs/pages.py` writes tutorials anew"
+                f"{page.name} shows\n{want}\nbut\n{source}\nprints\n{got}; `python docs/pages.py` writes pages anew"
             )
 
 
@@ -54,6 +54,22 @@ def test_output_that_differs_is_found():
     assert not pages.agrees("1.5 n 3", "1.5 n 4", "any") and not pages.agrees("1.5", "3.5", "any")
     with pytest.raises(RuntimeError, match="no-such-target"):
         pages.shell("make no-such-target")
+
+
+def test_page_on_extras_names_those_that_the_library_asks_for():
+    page = (root / "docs/howto/extras.md").read_text()
+    project = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    declared = re.findall(r"^(\w+) = \[", project.partition("\n[")[0], re.M)
+    asked = set(
+        re.findall(r"import_optional\([^,()]+, \"(\w+)\"\)", "".join(f.read_text() for f in root.glob("ega/*.py")))
+    )
+    listed = {name for name in declared if f"`{name}`" in page}
+    assert asked <= listed and {"cpu", "gpu", "deploy", "report", "paper", "bench"} <= listed
+
+
+@pytest.mark.parametrize("page", [p for p in pages.PAGES if p.parent.name == "howto"], ids=lambda p: p.stem)
+def test_first_page_lists_every_how_to_page(page):
+    assert f"](howto/{page.name})" in (root / "docs/index.md").read_text() and page.read_text().count("\n") < 80
 
 
 # Links
@@ -105,7 +121,7 @@ LINKED = [
         root / f
         for f in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md", "docs/index.md")
     ),
-    *pages.TUTORIALS,
+    *pages.PAGES,
     *sorted((root / "nbs").rglob("*.ipynb")),
 ]
 
