@@ -1,4 +1,4 @@
-"""Run the code of README.md and of the tutorials; `python docs/pages.py` writes its output into the tutorials."""
+"""Run the code of README.md, CONTRIBUTING.md and the tutorials; `python docs/pages.py` writes the output it shows."""
 
 import ast
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 TUTORIALS = sorted((root / "docs/tutorials").glob("*.md"))
+WRITTEN = [root / "CONTRIBUTING.md", *TUTORIALS]  # README.md is written by docs/readme.py
 # Every digit must be equal there; elsewhere a decimal may differ by POINTS, as in `ega-paper rerun`.
 WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"
 POINTS = 1.0
@@ -82,6 +83,7 @@ def clone(
     import numpy as np
 
     from ega import read_pack
+    from ega.losses import LOSSES
     from ega.methods import METHODS
 
     for name in ("data", "nbs", "paper"):
@@ -94,7 +96,7 @@ def clone(
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
     np.save(folder / "X.npy", es.x[few])
     (folder / "labels.csv").write_text("label\n" + "\n".join(es.classes[c] for c in es.y[few]) + "\n")
-    before, methods = dict(os.environ), dict(METHODS)
+    before, methods, losses = dict(os.environ), dict(METHODS), dict(LOSSES)
     os.environ.update(
         PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(root), OMP_NUM_THREADS="1"
     )
@@ -104,8 +106,9 @@ def clone(
     finally:
         os.environ.clear()
         os.environ.update(before)
-        METHODS.clear()
-        METHODS.update(methods)  # a page may add one
+        for registry, entries in ((METHODS, methods), (LOSSES, losses)):
+            registry.clear()
+            registry.update(entries)  # a page may add one
 
 
 def prints(
@@ -120,7 +123,7 @@ def prints(
 if __name__ == "__main__":
     from ega.experiments.runs import platform_tag
 
-    for page in TUTORIALS:
+    for page in WRITTEN:
         with tempfile.TemporaryDirectory() as folder, clone(Path(folder)):
             came = [got for _, _, got in prints(page.read_text())]
 

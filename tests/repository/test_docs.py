@@ -18,7 +18,7 @@ root = Path(__file__).resolve().parents[2]
 # The code of a page
 
 
-@pytest.mark.parametrize("page", [root / "README.md", *pages.TUTORIALS], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [root / "README.md", *pages.WRITTEN], ids=lambda p: p.stem)
 def test_code_blocks_print_the_output_they_show(page, tmp_path):
     text = page.read_text()
     for package in " ".join(re.findall(r"^<!-- needs: (.+) -->$", text, re.M)).split():
