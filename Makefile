@@ -38,7 +38,7 @@ check: $(READY)  ## test, then the docs site and the lowest versions promised
 bench: $(READY)  ## time ega beside other libraries; 10 minutes
 	@$(BIN)/ega-paper bench
 
-export: $(READY)  ## after an edit: notebooks -> ega/, cleaned, README.md
+export: $(READY)  ## after an edit was run: notebooks -> ega/, cleaned, README.md
 	@$(BIN)/ruff format --quiet . && $(BIN)/nbdev_export
 	@OMP_NUM_THREADS=1 $(PY) -m nbconvert --log-level ERROR --to notebook --execute --inplace \
 	  --ExecutePreprocessor.extra_arguments=--log-level=ERROR nbs/index.ipynb

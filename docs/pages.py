@@ -1,4 +1,4 @@
-"""Run the code of README.md, tutorials and how-to pages; `python docs/pages.py` writes its output into the pages."""
+"""Run the code of README.md, CONTRIBUTING.md, tutorials and how-to pages; `python docs/pages.py` writes its output."""
 
 import ast
 import contextlib
@@ -12,7 +12,9 @@ import tempfile
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-PAGES = [page for folder in ("tutorials", "howto") for page in sorted((root / "docs" / folder).glob("*.md"))]
+FOLDERS = ("tutorials", "howto")
+PAGES = [root / "CONTRIBUTING.md", *(p for folder in FOLDERS for p in sorted((root / "docs" / folder).glob("*.md")))]
+# README.md is written by docs/readme.py
 # Every digit must be equal there; elsewhere a decimal may differ by POINTS, as in `ega-paper rerun`.
 WRITTEN_ON = "Linux x86_64 AVX2, torch 2.13.0"
 POINTS = 1.0
@@ -82,6 +84,7 @@ def clone(
     import numpy as np
 
     from ega import read_pack
+    from ega.losses import LOSSES
     from ega.methods import METHODS
 
     for name in ("data", "nbs", "paper"):
@@ -94,7 +97,7 @@ def clone(
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
     np.save(folder / "X.npy", es.x[few])
     (folder / "labels.csv").write_text("label\n" + "\n".join(es.classes[c] for c in es.y[few]) + "\n")
-    before, methods = dict(os.environ), dict(METHODS)
+    before, methods, losses = dict(os.environ), dict(METHODS), dict(LOSSES)
     os.environ.update(
         PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(root), OMP_NUM_THREADS="1"
     )
@@ -104,8 +107,9 @@ def clone(
     finally:
         os.environ.clear()
         os.environ.update(before)
-        METHODS.clear()
-        METHODS.update(methods)  # a page may add one
+        for registry, entries in ((METHODS, methods), (LOSSES, losses)):
+            registry.clear()
+            registry.update(entries)  # a page may add one
 
 
 def prints(

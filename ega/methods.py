@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MethodPreset', 'MAIN_METHODS', 'BASELINES', 'RECOMMENDED_METHODS', 'ABLATIONS', 'METHODS', 'DEFAULT_EPOCHS',
            'FittedMethod', 'AdapterConfig', 'LossConfig', 'MethodConfig', 'parse_config', 'uses_gradient_training',
-           'build_method_config', 'build_adapter', 'build_objective', 'fit_closed_form_start', 'fit_method',
-           'fit_adapter']
+           'build_method_config', 'build_adapter', 'check_loss', 'build_objective', 'fit_closed_form_start',
+           'fit_method', 'fit_adapter']
 
 # %% ../nbs/library/17_methods.ipynb #methods-import-cell
 import json
@@ -20,13 +20,13 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from . import losses
 from .adapters import AblatedEGA, LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, merge_linear
 from .arrays import InputError, pick_device, spawn_rngs, torch_generator
 from .closed_form import WCCN, LDAMap, LinearMap, LogitMap, PCAMap, ValidatedWCCN
 from .files import READ_ERRORS, short_error
+from .losses import check_loss_options, find_loss, pickle_loss, unpickle_loss
 from .metrics import cosine_std_of_negative_pairs
-from .sparsity import index_rows_by_class
+from .sparsity import RowsByClass, index_rows_by_class
 from ega.training import (
     Objective,
     TrainConfig,
@@ -51,19 +51,31 @@ class AdapterConfig:
     rank: int | None = None  # of LoRA
     scale: float | None = None  # of LoRA, the factor of B A
 
-
+# %% ../nbs/library/17_methods.ipynb #lossconfig
 @dataclass(frozen=True)
 class LossConfig:
     "The kind of a training loss and its hyperparameters, such as margin and temperature."
 
-    kind: str  # which loss `build_objective` uses
-    margin: float | None = None  # of triplet, cosface and proxy_anchor
+    kind: str  # name of a registered loss: a key of ega.losses.LOSSES
+    margin: float | None = None  # of losses with a parameter of this name
     tau: float | None = None  # temperature; None: the standard deviation of the cosines of negative pairs, at least .01
     sampler: str | None = None  # of triplet: "batch" or "dataset", where positives and negatives come from
     lam: float = 0.0  # weight of the displacement penalty
     self_positive: bool = field_omitted_at_default(False)  # sampler "dataset": may an anchor be its own positive?
+    options: dict | None = field_omitted_at_default(None)  # values of the further parameters of the loss, by name
 
+    def __post_init__(self):
+        if self.options is not None:
+            check_loss_options(self.kind, self.options)
 
+    def __getstate__(self):
+        return self.__dict__ | {"function": pickle_loss(self.kind)}  # for a process in which it is not registered
+
+    def __setstate__(self, state):
+        unpickle_loss(state["kind"], state.pop("function"))
+        self.__dict__.update(state)
+
+# %% ../nbs/library/17_methods.ipynb #methodconfig
 @dataclass(frozen=True)
 class MethodConfig:
     "Everything that `fit_adapter` needs to fit one method."
@@ -235,10 +247,6 @@ def build_adapter(
     )
 
 # %% ../nbs/library/17_methods.ipynb #objective-of
-_PAIRWISE_LOSSES = ("supcon", "nca", "icon", "icon_self_included", "nca_half_repulsion")
-_PROXY_LOSSES = ("cosface", "proxy_anchor")
-
-
 def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
     "The configured temperature, or the standard deviation of the cosines of negative pairs, at least .01."
     if config.tau is not None:
@@ -248,6 +256,40 @@ def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
     )  # it is 0 for classes at equal angles
 
 
+def check_loss(config: LossConfig) -> None:
+    "Raise `InputError` if the loss is not registered, or does not have a parameter that is set."
+    loss = find_loss(config.kind)
+    check_loss_options(config.kind, config.options or {})
+    for name in ("margin", "tau"):
+        if getattr(config, name) is not None and name not in loss.options:
+            raise InputError(
+                f"loss {config.kind!r} has no parameter {name}, got {getattr(config, name)!r}; leave it out"
+            )
+    if loss.inputs == "triplets":
+        if config.sampler not in ("batch", "dataset"):
+            raise InputError(f"sampler must be 'batch' or 'dataset', got {config.sampler!r}")
+    elif config.sampler is not None:
+        raise InputError(f"loss {config.kind!r} draws no triplets, got sampler {config.sampler!r}; leave it out")
+
+
+def _configured_loss(config: LossConfig, x: np.ndarray, y: np.ndarray) -> Callable:
+    "The registered loss as a function of tensors alone."
+    loss, settings = find_loss(config.kind), dict(config.options or {})
+    if "margin" in loss.options:
+        settings["margin"] = _required(config, "margin")
+    if "tau" in loss.options:
+        settings["tau"] = _temperature(config, x, y)
+    return partial(loss.function, **settings)
+
+# %% ../nbs/library/17_methods.ipynb #build-objective
+def _triplet_objective(config: LossConfig, index: RowsByClass) -> Objective:
+    "The triplet loss with triplets from the batch or from the whole data set."
+    margin = _required(config, "margin")
+    if config.sampler == "batch":
+        return batch_triplet_objective(margin)
+    return dataset_triplet_objective(margin, index, self_positive=config.self_positive)
+
+
 def build_objective(
     config: LossConfig,
     x: np.ndarray,  # (n, d) unit rows on which the adapter is trained
@@ -255,25 +297,15 @@ def build_objective(
     *,
     device: torch.device | str,  # where training will run
 ) -> Objective:
-    "Build the training objective that a configuration names."
-    index = index_rows_by_class(torch.as_tensor(y, device=device))
-    if config.kind == "triplet":
-        if config.sampler == "batch":
-            objective = batch_triplet_objective(_required(config, "margin"))
-        elif config.sampler == "dataset":
-            objective = dataset_triplet_objective(
-                _required(config, "margin"), index, self_positive=config.self_positive
-            )
-        else:
-            raise InputError(f"sampler must be 'batch' or 'dataset', got {config.sampler!r}")
-    elif config.kind in _PAIRWISE_LOSSES:
-        objective = pairwise_objective(partial(getattr(losses, config.kind), tau=_temperature(config, x, y)))
-    elif config.kind in _PROXY_LOSSES:
-        loss = partial(getattr(losses, config.kind), margin=_required(config, "margin"), tau=_temperature(config, x, y))
-        objective = proxy_objective(loss, index, torch.as_tensor(x, device=device))
+    "Build the training objective of a registered loss; what the loss is computed from decides which."
+    check_loss(config)
+    index, inputs = index_rows_by_class(torch.as_tensor(y, device=device)), find_loss(config.kind).inputs
+    if inputs == "triplets":
+        objective = _triplet_objective(config, index)
+    elif inputs == "proxies":
+        objective = proxy_objective(_configured_loss(config, x, y), index, torch.as_tensor(x, device=device))
     else:
-        known = ("triplet", *_PAIRWISE_LOSSES, *_PROXY_LOSSES)
-        raise InputError(f"loss kind must be one of {', '.join(known)}, got {config.kind!r}")
+        objective = pairwise_objective(_configured_loss(config, x, y))
     return with_displacement_penalty(objective, config.lam) if config.lam else objective
 
 # %% ../nbs/library/17_methods.ipynb #geometry-of

@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from .adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, scale_residual, transform
 from .arrays import InputError, check_embeddings, check_labels, check_positive_int, check_unit_norm, spawn_rngs
 from .evaluation import label_hits, rows_with_classmate
-from .methods import MethodConfig, build_method_config, fit_adapter
+from .methods import MethodConfig, build_method_config, check_loss, fit_adapter
 from .packs import row_split
 from .statistics import cluster_bootstrap_means
 
@@ -375,6 +375,9 @@ def _resolve_candidates(candidates, random_state):
     resolved = [
         resolve_candidate(c, random_state=random_state) for c in candidates if not isinstance(c, str) or c != "frozen"
     ]
+    for candidate in resolved:
+        if candidate.config.loss:
+            check_loss(candidate.config.loss)  # before the first candidate is trained
     counts = Counter(candidate.name for candidate in resolved)
     if repeated := [name for name, count in counts.items() if count > 1 or name == "frozen"]:
         raise InputError(f"candidates must have distinct names other than 'frozen', got {repeated[0]!r}; rename it")

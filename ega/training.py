@@ -85,14 +85,37 @@ class Objective:
         return self.step(forward, x, y, rows, self.draw(len(rows), gen))
 
 # %% ../nbs/library/16_training.ipynb #dense
+def _loss_of_batch(loss: Callable, z: torch.Tensor, *args) -> torch.Tensor:
+    "Compute a loss. Raises `InputError` if it fails, returns no scalar, or has no gradient in the embeddings z."
+    function = getattr(loss, "func", loss)  # of a partial
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        value = loss(z, *args)
+    except (InputError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"loss {name} raised {type(error).__name__} on a batch of shape {tuple(z.shape)}: {short_error(error)}"
+        ) from error
+    if not isinstance(value, torch.Tensor) or value.shape != ():
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"loss {name} must return a scalar tensor, got {got}; return the mean over the batch")
+    if z.requires_grad and not value.requires_grad:
+        raise InputError(
+            f"loss {name} has no gradient in the embeddings z, so it cannot train an adapter; "
+            "compute it from z with torch operations, without detach"
+        )
+    return value
+
+
 def pairwise_objective(
-    loss: Callable,  # function of (z, y) -> scalar, from ega.losses
+    loss: Callable,  # function of (z, y) -> scalar, such as those of ega.losses
 ) -> Objective:  # with rho = 1
     "Objective of a loss over all pairs of the batch."
 
     def step(forward, x, y, rows, uniforms):
         z = forward(rows)  # (B, d)
-        return LossOutput(loss(z, y[rows]), z.new_ones(()), z)
+        return LossOutput(_loss_of_batch(loss, z, y[rows]), z.new_ones(()), z)
 
     return Objective(step)
 
@@ -139,7 +162,7 @@ def dataset_triplet_objective(
 
 # %% ../nbs/library/16_training.ipynb #proxied
 def proxy_objective(
-    loss: Callable,  # function of (z, y, proxies) -> scalar, from ega.losses
+    loss: Callable,  # function of (z, y, proxies) -> scalar, such as those of ega.losses
     index: RowsByClass,  # of all rows
     x: torch.Tensor,  # (n, d) unit rows
 ) -> Objective:  # with rho = 1
@@ -149,7 +172,7 @@ def proxy_objective(
 
     def step(forward, x, y, rows, uniforms):
         z = forward(rows)  # (B, d)
-        return LossOutput(loss(z, index.class_id[rows], proxies), z.new_ones(()), z)
+        return LossOutput(_loss_of_batch(loss, z, index.class_id[rows], proxies), z.new_ones(()), z)
 
     return Objective(step, parameters=(proxies,))
 
@@ -369,10 +392,16 @@ def _check_training_rows(x, y) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_finite(record: np.ndarray, epoch: int, config: TrainConfig) -> None:
-    "Stop training when a loss is NaN or infinite."
+    "Stop training when a loss is NaN or infinite; `record` (..., steps, 2) is that of one epoch."
+    if epoch == 0 and not np.isfinite(record[..., 0, :]).all():
+        raise FloatingPointError(
+            "the loss is NaN or infinite at the first step, before any change of the adapter; "
+            "check the loss on a batch in which some rows have no other row of their class"
+        )
     if not np.isfinite(record).all():
         raise FloatingPointError(
-            f"the loss became NaN or infinite in epoch {epoch}; lower the learning rate ({config.lr})"
+            f"the loss became NaN or infinite in epoch {epoch}; lower the learning rate ({config.lr}), "
+            "or check the gradient of the loss"
         )
 
 # %% ../nbs/library/16_training.ipynb #train

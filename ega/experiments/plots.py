@@ -11,8 +11,6 @@ from collections import namedtuple
 
 import numpy as np
 
-from ..arrays import InputError
-
 # %% ../../nbs/experiments/07_plots.ipynb #ffc69921
 MethodStyle = namedtuple("MethodStyle", "label colour marker")
 
@@ -34,15 +32,10 @@ METHOD_STYLES = {
 
 # %% ../../nbs/experiments/07_plots.ipynb #look
 def method_style(
-    method,  # a key of METHOD_STYLES
+    method,  # a key of METHODS
 ):  # MethodStyle: label, colour, marker
-    "Label, colour and marker of a method in every figure. Raises `InputError` for a method without a style."
-    if method in METHOD_STYLES:
-        return METHOD_STYLES[method]
-    raise InputError(
-        f"no style for method {method!r}; known are {', '.join(METHOD_STYLES)}; "
-        "add it to ega.experiments.plots.METHOD_STYLES"
-    )
+    "Label, colour and marker of a method in every figure; grey and its key for a method without an entry."
+    return METHOD_STYLES.get(method, MethodStyle(method, "#8C8C8C", "P"))
 
 
 _MARKER_SCALES = {"*": 1.7, "s": 0.9, "D": 0.85, "X": 1.2, "p": 1.15, "h": 1.15}  # so that all look equally large

@@ -172,10 +172,10 @@ def format_summary(
     *,
     metric="lp_at_1",  # which metric
     of="diff",  # "diff": the difference against the baseline; "value": the value itself
-):  # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"; a line breaks before an interval, not inside it
+):  # DataFrame of text, method x benchmark: "-5.5 [-7.6, -3.4]"; no line breaks in it
     "A summary as text: points with their interval."
     prefix, number = ("diff_", "{:+.1f}") if of == "diff" else ("", "{:.1f}")
-    form = f"{number} [{number},\N{NO-BREAK SPACE}{number}]"
+    form = f"{number}\N{NO-BREAK SPACE}[{number},\N{NO-BREAK SPACE}{number}]"
     s = summary[(summary.query_set == query_set) & (summary.metric == metric)]
     text = [form.format(*v) for v in s[[of, prefix + "low", prefix + "high"]].to_numpy()]
     wide = s.assign(text=text).pivot(index="method", columns="benchmark", values="text")

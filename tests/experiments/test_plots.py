@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega.arrays import InputError
 from ega.experiments.plots import (
     METHOD_STYLES,
     _bars,
@@ -167,13 +166,13 @@ def test_quantity_plot_drops_missing_values_and_names_means():
     assert any(np.allclose(v.get_xdata(), 0.2) and np.allclose(v.get_ydata(), -2) for v in ax.lines)
 
 
-def test_method_without_style_is_refused():
-    with pytest.raises(InputError, match="supcom.*METHOD_STYLES"):
-        method_style("supcom")
-    with pytest.raises(InputError, match="nobody"):
-        plot_intervals(
-            axes(), pd.DataFrame({"method": ["nobody"], "value": [0], "low": [0], "high": [0]}), order=["nobody"]
-        )
+def test_method_without_an_entry_is_drawn_in_grey_with_its_own_name():
+    known = {part for style in METHOD_STYLES.values() for part in style}
+    mine, other = method_style("linear_circle"), method_style("nobody")
+    assert mine.label == "linear_circle" and other == mine._replace(label="nobody") and not known & set(mine)
+    t = pd.DataFrame({"method": ["nobody", "supcon"], "value": [1.0, 2.0], "low": [0.0, 1.0], "high": [2.0, 3.0]})
+    ax = plot_intervals(axes(), t, order=["nobody", "supcon"])
+    assert "nobody" in [label.get_text() for label in ax.get_yticklabels()]
 
 
 def test_functions_return_their_axes_and_change_no_global_state():
@@ -222,4 +221,4 @@ def test_plots_import_neither_torch_nor_pyplot():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     tree = ast.parse((ROOT / "ega/experiments/plots.py").read_text())
     modules = {n.module.removeprefix("ega.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert modules == {"collections", "arrays"}
+    assert modules == {"collections"}

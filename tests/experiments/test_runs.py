@@ -21,7 +21,7 @@ from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
 from ega.experiments.runs import RunConfig, build_config, run_experiment
-from ega.experiments.summary import choose_settings, provenance, summarize
+from ega.experiments.summary import choose_settings, format_summary, provenance, summarize
 from ega.methods import METHODS, fit_method, parse_config
 from ega.metrics import cosine_std_of_negative_pairs
 from ega.packs import EmbeddingSet, path_of_pack, write_pack
@@ -433,6 +433,12 @@ def test_summary_interval_equals_a_bootstrap_over_classes_then_queries(results):
         drawn = [rng.choice(groups[g], len(groups[g])) for g in rng.integers(len(groups), size=len(groups))]
         means.append(np.concatenate(drawn).mean())
     assert np.allclose([line.low, line.high], 100 * np.percentile(means, [2.5, 97.5]), atol=2.5)
+
+
+def test_no_line_breaks_between_an_estimate_and_its_interval(results):
+    summary = summarize(results, metrics=("lp_at_1",), n_boot=20)
+    cells = format_summary(summary, "unseen").to_numpy().ravel()
+    assert len(cells) and all("\N{NO-BREAK SPACE}[" in cell and " " not in cell for cell in cells)
 
 
 def test_summary_refuses_mixed_settings(results):

@@ -12,7 +12,7 @@ import torch
 from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
 from ega.arrays import InputError, normalize
 from ega.closed_form import ValidatedWCCN
-from ega.losses import nca, supcon
+from ega.losses import LOSSES, nca, supcon
 from ega.methods import (
     ABLATIONS,
     BASELINES,
@@ -165,6 +165,19 @@ def test_lora_rank_is_at_most_the_number_of_columns():
             "margin must be given",
         ),
         (
+            lambda x, y: build_objective(LossConfig("supcon", margin=0.2), x, y, device="cpu"),
+            "loss 'supcon' has no parameter margin, got 0.2; leave it out",
+        ),
+        (
+            lambda x, y: build_objective(LossConfig("triplet", margin=0.2, sampler="batch", tau=1), x, y, device="cpu"),
+            "loss 'triplet' has no parameter tau, got 1",
+        ),
+        (
+            lambda x, y: build_objective(LossConfig("nca", sampler="batch"), x, y, device="cpu"),
+            "loss 'nca' draws no triplets, got sampler 'batch'",
+        ),
+        (lambda x, y: build_objective(LossConfig("cosface", tau=0.1), x, y, device="cpu"), "margin must be given"),
+        (
             lambda x, y: fit_closed_form_start(AdapterConfig(init_transform="ridge"), x, y),
             "init_transform must be one of raw",
         ),
@@ -183,6 +196,21 @@ def test_temperature_is_measured_when_not_given(tau):
     rows = torch.arange(40)
     loss = objective(LinearAdapter(12), torch.tensor(x), torch.tensor(y), rows, torch.Generator()).loss
     assert torch.isclose(loss, nca(torch.tensor(x)[:40], torch.tensor(y)[:40], expected))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_registered_loss_is_built(name):
+    "From its entry alone: the objective's value is that of the function."
+    x, y = make_data()
+    loss, tx, ty = LOSSES[name], torch.tensor(x), torch.tensor(y)
+    given = {option: 0.3 for option in ("margin", "tau") if option in loss.options}
+    config = LossConfig(name, sampler="batch" if loss.inputs == "triplets" else None, **given)
+    objective = build_objective(config, x, y, device="cpu")
+    value = objective(LinearAdapter(12), tx, ty, torch.arange(40), torch.Generator()).loss
+    if loss.inputs == "triplets":
+        assert value > 0 and objective.parameters == ()
+    else:
+        assert torch.isclose(value, loss.function(tx[:40], ty[:40], *objective.parameters, **given))
 
 
 def test_lam_adds_a_displacement_penalty():

@@ -6,15 +6,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from test_losses import circle
 
 from ega.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.files import hash_arrays
-from ega.losses import cosface, icon, icon_self_included, nca_half_repulsion, supcon
+from ega.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repulsion, register_loss, supcon
+from ega.methods import LossConfig, build_objective
 from ega.sparsity import index_rows_by_class, random_dataset_triplets
 from ega.training import (
     TrainConfig,
@@ -258,12 +261,60 @@ def test_proxies_start_at_class_means_and_are_trained_with_the_adapter():
 
 def test_a_diverging_loss_raises_and_names_the_learning_rate():
     x, y = make_data()
+    calls = []
 
     def blows_up(z, y):
-        return (z * float("inf")).sum()
+        calls.append(z)
+        return z.sum() if len(calls) < 8 else (z * float("inf")).sum()
 
-    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="NaN or infinite in epoch 1; lower the learning rate .0.001."):
         fit(pairwise_objective(blows_up), x, y)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_at_the_first_step_does_not_blame_the_learning_rate(value):
+    x, y = make_data()
+    with pytest.raises(FloatingPointError, match="at the first step, before any change of the adapter; check the loss"):
+        fit(pairwise_objective(lambda z, y: z.sum() * value), x, y)
+
+
+def missing_name(z, y):
+    return z.sum() + nothing  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    "loss, words",
+    [
+        (lambda z, y: z, r"loss <lambda> must return a scalar tensor, got shape \(32, 20\); return the mean"),
+        (lambda z, y: z.sum().reshape(1), r"must return a scalar tensor, got shape \(1,\)"),
+        (lambda z, y: z.sum().item(), "must return a scalar tensor, got float"),
+        (lambda z, y: None, "must return a scalar tensor, got NoneType"),
+        (lambda z, y: z.detach().sum(), "loss <lambda> has no gradient in the embeddings z, so it cannot train"),
+        (lambda z, y: torch.ones(()), "has no gradient in the embeddings z"),
+        (missing_name, r"loss missing_name raised NameError on a batch of shape \(32, 20\): name 'nothing' is not def"),
+        (lambda z, y: z @ y, r"loss <lambda> raised RuntimeError on a batch of shape \(32, 20\): "),
+        (partial(supcon, temperature=1), "loss supcon raised TypeError on a batch"),
+        (torch.nn.Bilinear(20, 1, 1), "loss Bilinear raised RuntimeError"),
+    ],
+)
+def test_a_bad_loss_is_reported_in_one_sentence(loss, words):
+    x, y = make_data()
+    index = index_rows_by_class(torch.tensor(y))
+    for objective in (
+        pairwise_objective(loss),
+        proxy_objective(lambda z, y, proxies: loss(z, y), index, torch.tensor(x)),
+    ):
+        with pytest.raises(InputError) as raised:
+            fit(objective, x, y)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match=words):
+        fit(pairwise_objective(loss), x, y)
+
+
+def test_what_a_loss_says_about_its_input_is_passed_on():
+    x, y = make_data()
+    with pytest.raises(InputError, match="^tau must be > 0, got 0"):
+        fit(pairwise_objective(partial(supcon, tau=0)), x, y)
 
 
 def test_cosine_schedule_starts_at_one_and_stays_positive():
@@ -274,7 +325,18 @@ def test_cosine_schedule_starts_at_one_and_stays_positive():
 OBJECTIVES = {
     "batch": lambda x, y: batch_triplet_objective(0.2),
     "proxies": lambda x, y: proxy_objective(cosface, index_rows_by_class(torch.tensor(y)), torch.tensor(x)),
+    "registered": lambda x, y: registered_objective(x, y),
 }
+
+
+def registered_objective(x, y):
+    "The objective of a loss from outside the package, which is registered for this call only."
+    register_loss("circle", circle)
+    try:
+        return build_objective(LossConfig("circle", options={"gamma": 16.0}), x, y, device="cpu")
+    finally:
+        del LOSSES["circle"]
+
 
 KILLED = textwrap.dedent("""
     import sys, time
