@@ -161,18 +161,35 @@ def _format_candidates(table):
     return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/28_cli.ipynb #evaluate
-def _format_evaluation(frame):
-    "Format the table of `ega.evaluate` for 80 columns: one line for each of its columns."
-    lines = []
-    for name, values in frame.items():
-        if name in ("capture_frozen", "capture_adapted") and values.isna().all():
-            continue
-        texts = []
-        for value in values:
-            missing = value != value  # a capture rate, of queries that are not unseen ones in the mixed gallery
-            texts.append("" if missing else f"{value:.2f}" if isinstance(value, float) else str(value))
-        lines.append(f"{name:15}" + "".join(f"{text:>12}" for text in texts).rstrip())
-    return "\n".join(lines)
+def _format_evaluation(table):
+    "The table of `ega.evaluate` and its sentences in 80 columns."
+    import pandas as pd
+
+    counts = zip(table.n_queries, table.n_rows)
+    intervals = zip(table.change, table.low, table.high)
+    columns = {
+        "group": table.group,
+        "gallery": table.gallery,
+        "queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts],
+        "frozen": table.frozen.map("{:.1f}".format),
+        "adapted": table.adapted.map("{:.1f}".format),
+        "change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals],
+    }
+    return f"{pd.DataFrame(columns).to_string(index=False)}\n\n{_sentences(table)}"
+
+
+def _sentences(table):
+    "What the table of `ega.evaluate` says, and what limits it."
+    import textwrap
+
+    from ega.evaluation import caveats, summary_sentence
+
+    return "\n".join(textwrap.fill(text, 80) for text in (summary_sentence(table), *caveats(table)))
+
+
+def _records(table):
+    "A DataFrame as a list of dictionaries that JSON can hold, with all digits."
+    return json.loads(table.to_json(orient="records", double_precision=15))
 
 
 def _evaluate(args):
@@ -182,15 +199,15 @@ def _evaluate(args):
 
     adapter = EmbeddingAdapter.load(args.adapter)
     x, y = _read_inputs(args, adapter.classes_)
-    frame = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
-    print(frame.to_json(orient="records") if args.json else _format_evaluation(frame))
+    table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
+    print(json.dumps(_records(table)) if args.json else _format_evaluation(table))
 
 # %% ../nbs/library/28_cli.ipynb #report
 def _report(args):
     "Write the report of an adapter and print its summary."
     from ega.datasets import open_input_source
     from ega.estimator import EmbeddingAdapter
-    from ega.report import summary_sentence, write_report
+    from ega.report import write_report
 
     adapter = EmbeddingAdapter.load(args.adapter)
     x, y = _read_inputs(args, adapter.classes_)
@@ -204,9 +221,11 @@ def _report(args):
         random_state=args.seed,
     )
     if args.json:
-        print(json.dumps({"out": args.out, "groups": json.loads(comparison.groups.to_json(orient="records"))}))
+        tables = ("evaluation", "outcome_counts", "strength_curve")
+        result = {name: _records(getattr(comparison, name)) for name in tables}
+        print(json.dumps({"out": args.out} | result))
     else:
-        print(f"{summary_sentence(comparison)}\n{args.out}")
+        print(f"{_sentences(comparison.evaluation)}\n{args.out}")
 
 # %% ../nbs/library/28_cli.ipynb #transform
 def _transform(args):

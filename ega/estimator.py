@@ -37,7 +37,8 @@ from ega.arrays import (
     encode_labels,
     import_optional,
 )
-from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
+from .evaluation import hash_rows
+from .files import READ_ERRORS, atomic_write, hash_arrays, open_npy, read_json, short_error
 from .methods import MethodConfig, fit_adapter, parse_config
 from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
 from .training import config_to_dict
@@ -109,6 +110,7 @@ def to_dict(
         "selection": _selection_to_json(estimator.selection_),
         "fingerprint": estimator.fingerprint_,
         "data_fingerprint": estimator.data_fingerprint_,
+        "fit_rows_fingerprint": hash_arrays(estimator.fit_row_hashes_),
     }
 
 # %% ../nbs/library/22_estimator.ipynb #read-values
@@ -178,7 +180,7 @@ def _read_description(path):
     text = (str,)
     types = {"settings": (dict,), "classes": (list,), "n_features_in": (int,), "selection": (dict,)}
     try:
-        _check_types(values, types | {"fingerprint": text, "data_fingerprint": text})
+        _check_types(values, types | dict.fromkeys(("fingerprint", "data_fingerprint", "fit_rows_fingerprint"), text))
         names = values.get("feature_names_in")
         if names is not None and (len(names) != values["n_features_in"] or {type(n) for n in names} != {str}):
             raise TypeError(f"feature_names_in is not a list of {values['n_features_in']} texts")
@@ -206,20 +208,42 @@ def _set_fitted(estimator, adapter, values):
         estimator.feature_names_in_ = np.array(values["feature_names_in"], dtype=object)
     return estimator
 
+# %% ../nbs/library/22_estimator.ipynb #fit-row-hashes
+def _fit_rows_path(weights):
+    "The file of the hashes of the rows that were fitted on, beside the weights."
+    return weights.with_suffix(".fit_rows.npy")
+
+
+def _save_fit_row_hashes(hashes, path):
+    "Write the hashes atomically as a .npy file."
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, hashes)
+
+
+def _load_fit_row_hashes(path, fingerprint):
+    "The hashes of the rows that were fitted on; InputError if the file is not the one that was saved."
+    hashes = np.array(open_npy(path))
+    if hash_arrays(hashes) != fingerprint:
+        raise InputError(
+            f"{path}: not the hashes of fitted rows that were saved with this adapter; copy or save all its files again"
+        )
+    return hashes
+
 # %% ../nbs/library/22_estimator.ipynb #files
 class _SaveLoadMixin:
     "The methods of EmbeddingAdapter that write it and read it."
 
     adapter_: torch.nn.Module
+    fit_row_hashes_: np.ndarray
 
     def save(self, path: "str | Path") -> Path:
-        """Write the weights as safetensors and everything else as JSON.
+        """Write the weights as safetensors, hashes of the fitted rows as .npy and everything else as JSON.
 
         Parameters
         ----------
         path : str or Path
-            A folder, for `adapter.safetensors` and `adapter.json`; or the name of a .safetensors file,
-            which gets a .json beside it. Existing files are replaced.
+            A folder, for `adapter.safetensors`, `adapter.fit_rows.npy` and `adapter.json`; or the name of
+            a .safetensors file, which gets a .fit_rows.npy and a .json beside it. Existing files are replaced.
 
         Returns
         -------
@@ -234,6 +258,7 @@ class _SaveLoadMixin:
         check_is_fitted(self)
         weights, description = _file_pair(path)
         save_adapter(self.adapter_, weights)
+        _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
         with atomic_write(description) as temporary:
             # default: parameters may be NumPy scalars, as from a grid
             temporary.write_text(json.dumps(to_dict(self), indent=1, default=lambda value: value.item()))
@@ -241,7 +266,7 @@ class _SaveLoadMixin:
 
     @classmethod
     def load(cls, path: "str | Path") -> "EmbeddingAdapter":
-        """Read a saved estimator and check that weights and description belong together.
+        """Read a saved estimator and check that its files belong together.
 
         Parameters
         ----------
@@ -263,7 +288,9 @@ class _SaveLoadMixin:
         adapter, values = load_adapter(weights), _read_description(description)
         if values["fingerprint"] != adapter_fingerprint(adapter) or values["n_features_in"] != adapter.d:
             raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
-        return _set_fitted(cls(**values["settings"]), adapter, values)
+        estimator = _set_fitted(cls(**values["settings"]), adapter, values)
+        estimator.fit_row_hashes_ = _load_fit_row_hashes(_fit_rows_path(weights), values["fit_rows_fingerprint"])
+        return estimator
 
 # %% ../nbs/library/22_estimator.ipynb #export-methods
 class _ExportMixin:
@@ -426,6 +453,29 @@ def _number_by_first_occurrence(labels):
     numbered[known] = pd.factorize(labels[known])[0]
     return numbered
 
+# %% ../nbs/library/22_estimator.ipynb #estimator-fit
+def _fit(estimator, X, y, unlabelled, progress):
+    "See `EmbeddingAdapter.fit`."
+    progress.start("checking X and y")
+    progress.add_steps(1)  # the fit on all labelled rows
+    x = check_and_normalize(X)
+    check_feature_names(estimator, X, reset=True)
+    labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+    check_rows_per_class(labels, classes)
+    estimator.classes_ = classes
+    estimator.n_features_in_ = estimator._n_features_out = x.shape[1]
+    numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
+    estimator.selection_ = _select(estimator, x, numbers, progress)
+    estimator.cv_results_ = estimator.selection_.cv_results
+    estimator.frozen_ = estimator.selection_.frozen
+    known = labels >= 0
+    estimator.adapter_ = _fit_selected(estimator.selection_, x[known], numbers[known], estimator.device, progress)
+    estimator.fingerprint_ = adapter_fingerprint(estimator.adapter_)
+    estimator.data_fingerprint_ = hash_arrays(x, labels)
+    estimator.fit_row_hashes_ = np.unique(hash_rows(x[known]))
+    progress.finish()
+    return estimator
+
 # %% ../nbs/library/22_estimator.ipynb #ega
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
@@ -483,6 +533,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         Names of the columns seen in `fit`; only if X was a DataFrame with names that are texts.
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`.
+    fit_row_hashes_ : ndarray of uint64
+        `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats.
+        `ega.evaluate` and the report recognise these rows by them.
 
     See Also
     --------
@@ -568,24 +621,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             more than half as many classes as labelled rows, of which there are 20 or more.
         """
         with FitProgress(self.verbose) as progress:
-            progress.start("checking X and y")
-            progress.add_steps(1)  # the fit on all labelled rows
-            x = check_and_normalize(X)
-            check_feature_names(self, X, reset=True)
-            labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
-            check_rows_per_class(labels, classes)
-            self.classes_ = classes
-            numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
-            self.n_features_in_ = self._n_features_out = x.shape[1]
-            self.selection_ = _select(self, x, numbers, progress)
-            self.cv_results_ = self.selection_.cv_results
-            self.frozen_ = self.selection_.frozen
-            known = labels >= 0
-            self.adapter_ = _fit_selected(self.selection_, x[known], numbers[known], self.device, progress)
-            self.fingerprint_ = adapter_fingerprint(self.adapter_)
-            self.data_fingerprint_ = hash_arrays(x, labels)
-            progress.finish()
-        return self
+            return _fit(self, X, y, unlabelled, progress)
 
     def transform(self, X: Any) -> Any:
         """Adapt embeddings.

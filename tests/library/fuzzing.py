@@ -569,7 +569,7 @@ def write_estimator(folder):
     _FITTED[0].save(folder / "a")
     np.save(folder / "x.npy", rows())
     write_csv(folder)
-    return ["a/adapter.safetensors", "a/adapter.json"]
+    return ["a/adapter.safetensors", "a/adapter.json", "a/adapter.fit_rows.npy"]
 
 
 def used(e):

@@ -427,7 +427,9 @@ def test_saved_estimator_loads_with_all_its_attributes(fitted, tmp_path, where):
     assert again.selection_.table.safety_check.equals(e.selection_.table.safety_check)
     assert (again.selection_.config, again.selection_.n_classes) == (e.selection_.config, 12)
     names = sorted(f.suffix for f in tmp_path.rglob("*.*") if f.is_file())
-    assert names == [".json", ".safetensors"]
+    assert names == [".json", ".npy", ".safetensors"]
+    assert again.fit_row_hashes_.dtype == np.uint64 and np.array_equal(again.fit_row_hashes_, e.fit_row_hashes_)
+    assert len(e.fit_row_hashes_) == len(x)  # eight bytes for each row that was fitted on
     assert np.array_equal(again.get_feature_names_out(), e.get_feature_names_out())
 
 
@@ -439,6 +441,11 @@ def spoil(folder, **change):
 
 def spoil_selection(folder, **change):
     spoil(folder, selection=json.loads((folder / "adapter.json").read_text())["selection"] | change)
+
+
+def shorten_fit_rows(path):
+    "Forget some rows, so that they would count as new ones."
+    np.save(path, np.load(path)[5:])
 
 
 @pytest.mark.parametrize(
@@ -465,6 +472,11 @@ def spoil_selection(folder, **change):
         (lambda f: spoil(f, classes=[1, "a"]), "all integers or all texts"),
         (lambda f: spoil(f, classes=[1, 2**63]), "must fit in int64, got 9223372036854775808"),
         (lambda f: save_adapter(LinearAdapter(12), f / "adapter.safetensors"), "other weights"),
+        (lambda f: (f / "adapter.fit_rows.npy").unlink(), "no such file"),
+        (lambda f: (f / "adapter.fit_rows.npy").write_bytes(b"\x93NUMPY"), "cannot be read"),
+        (lambda f: shorten_fit_rows(f / "adapter.fit_rows.npy"), "not the hashes of fitted rows"),
+        (lambda f: spoil(f, fit_rows_fingerprint="0" * 64), "not the hashes of fitted rows"),
+        (lambda f: spoil(f, fit_rows_fingerprint=None), "fit_rows_fingerprint is NoneType"),
     ],
 )
 def test_damaged_files_are_named(fitted, tmp_path, harm, words):
@@ -509,7 +521,7 @@ def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(hub.HfApi, "create_repo", lambda self, repo_id, **kw: type("R", (), {"repo_id": repo_id})())
     monkeypatch.setattr(hub.HfApi, "upload_folder", upload_folder)
     e.push_to_hub("me/adapter")
-    assert {"adapter.json", "adapter.safetensors"} <= set(sent["me/adapter"])
+    assert {"adapter.fit_rows.npy", "adapter.json", "adapter.safetensors"} <= set(sent["me/adapter"])
     assert np.array_equal(EmbeddingAdapter.from_pretrained(str(tmp_path / "repo")).transform(x), e.transform(x))
     fetched = []
     monkeypatch.setattr(
@@ -602,8 +614,8 @@ def test_commands_fit_evaluate_and_transform(files, tmp_path, capsys, monkeypatc
     result = json.loads(capsys.readouterr().out)
     assert result["method"] == "wccn" and result["n_classes"] == 12 and result["table"][0]["method"] == "frozen"
     assert main(["evaluate", out, x, y, "--json"]) == 0
-    (seen,) = json.loads(capsys.readouterr().out)
-    assert seen["classes"] == seen["gallery"] == "seen" and seen["low"] > 0 and seen["n_queries"] == 168
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["group"], line["gallery"], line["n_queries"]) == ("trained on", "seen", 168) and line["low"] > 0
     assert main(["transform", out, x, "-o", str(tmp_path / "z.npy"), "--quiet"]) == 0
     assert np.allclose(np.load(tmp_path / "z.npy"), EmbeddingAdapter.load(out).transform(np.load(x)), atol=1e-6)
     np.save("long.npy", 3 * np.load(x))  # what fit accepts, transform accepts
@@ -624,19 +636,23 @@ def test_command_evaluate_prints_80_columns(fitted, tmp_path, capsys):
     assert main(["evaluate", *(str(tmp_path / name) for name in ("a", "x.npy", "y.npy"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     frame = evaluate(e, np.load(tmp_path / "x.npy"), np.load(tmp_path / "y.npy"))
-    assert max(map(len, lines)) <= 80 and [line.split()[0] for line in lines] == frame.columns.tolist()
-    assert lines[0].split()[1:] == ["seen", "seen", "unseen", "unseen"]
-    assert lines[1].split()[1:] == ["seen", "mixed", "unseen", "mixed"]
-    assert lines[2].split()[1:] == [str(n) for n in frame.n_queries]
-    assert lines[-1].split()[1:] == [f"{frame.capture_rate_adapted.iloc[-1]:.2f}"]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["group", "gallery", "queries", "frozen", "adapted", "change", "[95", "%]"]
+    first, line = lines[1].split(), frame.iloc[0]
+    change = f"{line.change:+.1f} [{line.low:+.1f}, {line.high:+.1f}]"
+    assert first == ["unseen", "mixed", "84", f"{line.frozen:.1f}", f"{line.adapted:.1f}", *change.split()]
+    assert f"Seen classes capture {frame.capture_rate_adapted[0]:.1f} %" in " ".join(lines)
+    assert lines[3].startswith("trained on") and "Trained on: rows the adapter was fitted on;" in " ".join(lines)
 
 
 def test_seen_and_unseen_classes_are_evaluated_apart(fitted):
     e, x, y = fitted
     other, names = world(7, classes=6)
-    frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index(["classes", "gallery"])
-    assert frame.index.tolist() == [("seen", "seen"), ("seen", "mixed"), ("unseen", "unseen"), ("unseen", "mixed")]
-    assert frame.loc["seen"].n_classes.tolist() == [12, 12] and frame.loc["unseen"].n_classes.tolist() == [6, 6]
+    frame = evaluate(e, np.vstack([x, other]), np.r_[y, names + 100]).set_index(["group", "gallery"])
+    assert frame.index.tolist() == [
+        ("unseen", "mixed"), ("unseen", "unseen"), ("trained on", "mixed"), ("trained on", "seen")
+    ]  # fmt: skip
+    assert frame.loc["trained on"].n_classes.tolist() == [12, 12] and frame.loc["unseen"].n_classes.tolist() == [6, 6]
     assert frame.loc["unseen"].n_queries.tolist() == [84, 84]
     single = evaluate(e, np.vstack([x, other[:1], other]), np.r_[y, 999, names + 100])
     assert single.n_queries.equals(frame.reset_index().n_queries)  # a class of one row is searched, but gives no query

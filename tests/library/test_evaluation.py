@@ -1,5 +1,7 @@
 "Evaluation: compared with loops; duplicates, overlapping galleries, missing kinds of classes, unusual labels."
 
+import hashlib
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,12 +12,16 @@ from ega.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import (
     EXTRA_NEIGHBOURS_FOR_TIES,
+    caveats,
     change_against_frozen,
     evaluate,
     evaluate_embeddings,
+    hash_rows,
     knn_among_rows,
     label_hits,
+    plan_searches,
     rows_with_classmate,
+    summary_sentence,
 )
 from ega.metrics import loo_lp_at_k
 from ega.search import knn, loo_knn
@@ -150,23 +156,55 @@ def test_change_of_equal_outcomes_is_zero():
 # ---- two galleries
 
 
-def test_evaluate_embeddings_equals_a_loop_in_all_galleries():
+def test_evaluate_embeddings_equals_a_loop_for_all_groups_and_galleries():
     x, y = clouds(noise=0.9)
     z = normalize(x @ np.random.default_rng(1).normal(size=(8, 5)))  # another number of columns
     y = y.copy()
     y[::9] = -1
     seen = np.isin(y, [0, 2, 5])
-    table = evaluate_embeddings(x, z, y, seen, device="cpu").set_index(["classes", "gallery"])
-    kinds = {"seen": np.flatnonzero((y >= 0) & seen), "unseen": np.flatnonzero((y >= 0) & ~seen)}
-    labelled = np.flatnonzero(y >= 0)
-    assert list(table.index) == [("seen", "seen"), ("seen", "mixed"), ("unseen", "unseen"), ("unseen", "mixed")]
-    for (kind, gallery), line in table.iterrows():
-        rows = labelled if gallery == "mixed" else kinds[gallery]
-        before, after = (lp_by_loop(v, y, kinds[kind], rows) for v in (x, z))
-        assert line.n_queries == len(kinds[kind]) and line.n_classes == 3
+    trained_on = seen & (np.arange(90) % 2 == 0)
+    table = evaluate_embeddings(x, z, y, seen, trained_on, device="cpu").set_index(["group", "gallery"])
+    labelled = y >= 0
+    galleries = {"mixed": labelled, "seen": labelled & seen, "unseen": labelled & ~seen}
+    groups = {"unseen": labelled & ~seen, "seen": labelled & seen & ~trained_on, "trained on": labelled & trained_on}
+    own = {"unseen": "unseen", "seen": "seen", "trained on": "seen"}
+    assert list(table.index) == [(group, gallery) for group in groups for gallery in ("mixed", own[group])]
+    for (group, gallery), line in table.iterrows():
+        queries = np.flatnonzero(groups[group])
+        before, after = (lp_by_loop(v, y, queries, np.flatnonzero(galleries[gallery])) for v in (x, z))
+        assert line.n_rows == line.n_queries == len(queries) and line.n_classes == 3
         assert np.isclose(line.frozen, 100 * before.mean()) and np.isclose(line.adapted, 100 * after.mean())
-        change = change_against_frozen(before, after, y[kinds[kind]])
+        change = change_against_frozen(before, after, y[queries])
         assert np.allclose([line.change, line.low, line.high], change[4:])
+
+
+def test_drawn_queries_are_searched_in_complete_galleries():
+    "Ten queries of each group are drawn; each is searched among all rows of the gallery."
+    x, y = clouds(classes=8, noise=0.9)
+    z = normalize(x + 0.4 * np.eye(8)[y])
+    seen, trained_on = y < 5, (y < 5) & (np.arange(120) % 3 == 0)
+    searches = plan_searches(y, seen, trained_on, max_queries=10, random_state=3)
+    table = evaluate_embeddings(x, z, y, seen, trained_on, max_queries=10, random_state=3, device="cpu")
+    assert (table.n_queries == 10).all()
+    assert table.n_rows.tolist() == [45, 45, 50, 50, 25, 25]
+    for search, line in zip(searches, table.itertuples()):
+        assert len(search.gallery) == {"mixed": 120, "seen": 75, "unseen": 45}[line.gallery]
+        before = lp_by_loop(x, y, search.queries, search.gallery)
+        assert np.isclose(line.frozen, 100 * before.mean())
+    again = plan_searches(y, seen, trained_on, max_queries=10, random_state=3)
+    assert all((a.queries == b.queries).all() for a, b in zip(searches, again))
+    other = plan_searches(y, seen, trained_on, max_queries=10, random_state=4)
+    assert any((a.queries != b.queries).any() for a, b in zip(searches, other))
+    everything = evaluate_embeddings(x, z, y, seen, trained_on, max_queries=50, random_state=3, device="cpu")
+    pd.testing.assert_frame_equal(everything, evaluate_embeddings(x, z, y, seen, trained_on, random_state=3))
+
+
+def test_a_row_that_was_fitted_on_is_never_an_unseen_query():
+    "Classes were renamed after the fit: the rows are known, whatever their labels are now."
+    x, y = clouds()
+    trained_on = y < 3
+    table = evaluate_embeddings(x, x, y, np.zeros(90, bool), trained_on, device="cpu").set_index(["group", "gallery"])
+    assert table.loc[("unseen", "mixed"), "n_rows"] == 45 and table.loc[("trained on", "seen"), "n_rows"] == 45
 
 
 def test_capture_rate_by_hand():
@@ -179,7 +217,7 @@ def test_capture_rate_by_hand():
     angle[2] = np.deg2rad(59.5)
     z = np.stack([np.cos(angle), np.sin(angle)], 1)
     y, seen = np.array([0, 0, 1, 1, 2, 2]), np.array([False] * 4 + [True] * 2)
-    table = evaluate_embeddings(x, z, y, seen, device="cpu").set_index(["classes", "gallery"])
+    table = evaluate_embeddings(x, z, y, seen, device="cpu").set_index(["group", "gallery"])
     line = table.loc[("unseen", "mixed")]
     assert (line.capture_rate_frozen, line.capture_rate_adapted) == (50, 0)
     assert (line.frozen, line.adapted, line.change) == (50, 100, 50)
@@ -191,7 +229,7 @@ def test_rows_without_classmate_are_in_the_gallery_but_are_no_queries():
     angle = np.deg2rad([0, 10, 4, 90, 100])
     x = np.stack([np.cos(angle), np.sin(angle)], 1)
     y, seen = np.array([0, 0, 7, 1, 1]), np.array([False, False, False, True, True])
-    table = evaluate_embeddings(x, x, y, seen, device="cpu").set_index(["classes", "gallery"])
+    table = evaluate_embeddings(x, x, y, seen, device="cpu").set_index(["group", "gallery"])
     assert (table.n_queries == 2).all() and (table.n_classes == 1).all()
     assert table.loc[("unseen", "unseen"), "frozen"] == 0  # the row of class 7 lies between
     assert table.loc[("seen", "mixed"), "frozen"] == 100
@@ -201,7 +239,7 @@ def test_rows_without_classmate_are_in_the_gallery_but_are_no_queries():
 def test_with_one_kind_of_classes_there_is_no_mixed_gallery(value, kind):
     x, y = clouds()
     table = evaluate_embeddings(x, x, y, np.full(90, value), device="cpu")
-    assert table[["classes", "gallery"]].values.tolist() == [[kind, kind]]
+    assert table[["group", "gallery"]].values.tolist() == [[kind, kind]]
     assert table.n_queries[0] == 90 and table.change[0] == 0
 
 
@@ -210,7 +248,7 @@ def test_a_kind_without_queries_is_left_out_but_is_searched():
     x, y = clouds()
     rows = np.r_[np.flatnonzero(y < 5), 89]
     table = evaluate_embeddings(x[rows], x[rows], y[rows], y[rows] < 5, device="cpu")
-    assert table[["classes", "gallery"]].values.tolist() == [["seen", "seen"], ["seen", "mixed"]]
+    assert table[["group", "gallery"]].values.tolist() == [["seen", "mixed"], ["seen", "seen"]]
 
 
 def test_unlabelled_rows_change_nothing():
@@ -228,9 +266,11 @@ def test_unlabelled_rows_change_nothing():
     [
         (lambda x, y: evaluate_embeddings(x[:3], x[:3], [0, 1, 2], [True] * 3), "no class has two labelled rows"),
         (lambda x, y: evaluate_embeddings(x, x, np.full(90, -1), y < 4), "no class has two labelled rows"),
-        (lambda x, y: evaluate_embeddings(x, x[:9], y, y < 4), "same rows, got 90, 9"),
+        (lambda x, y: evaluate_embeddings(x, x[:9], y, y < 4), "same rows, got 90 and 9"),
         (lambda x, y: evaluate_embeddings(x, x, y, [True]), "same rows"),
         (lambda x, y: evaluate_embeddings(x, x, y[:5], y < 4), "90 rows, 5 labels"),
+        (lambda x, y: evaluate_embeddings(x, x, y, y < 4, y[:5] < 4), "same rows"),
+        (lambda x, y: evaluate_embeddings(x, x, y, y < 4, max_queries=0), "max_queries"),
         (lambda x, y: evaluate_embeddings(x, x, y, y < 4, confidence=95), "confidence"),
     ],
 )
@@ -240,13 +280,42 @@ def test_bad_input_raises_with_a_message(call, text):
     assert text in str(error.value)
 
 
+# ---- sentences
+
+
+def test_sentence_says_gain_or_loss_only_if_the_interval_excludes_zero():
+    x, y = clouds(noise=0.9)
+    table = evaluate_embeddings(x, x, y, y < 3, (y < 3) & (np.arange(90) % 2 == 0), device="cpu")
+
+    def sentence(**change):
+        return summary_sentence(table.assign(**change))
+
+    assert "unseen classes gain 2.0 points of LP@1 [+0.5, +3.0]" in sentence(change=2.0, low=0.5, high=3.0)
+    assert "seen classes lose 2.0 points [-3.0, -0.5]" in sentence(change=-2.0, low=-3.0, high=-0.5)
+    assert "unseen classes change by +2.0 points" in sentence(change=2.0, low=-0.1, high=3.0)
+    capture = f"{table.capture_rate_frozen[0]:.1f} %"
+    assert sentence().endswith(f"Seen classes capture {capture} of the unseen queries ({capture} when frozen).")
+    assert "trained" not in sentence()  # no evidence beside new rows
+    only = evaluate_embeddings(x, x, y, y < 9, y < 9, device="cpu")
+    assert summary_sentence(only).startswith("In the seen gallery, rows the adapter was trained on change by +0.0")
+
+
+def test_caveats_name_training_rows_missing_classes_and_drawn_queries():
+    x, y = clouds()
+    everything = evaluate_embeddings(x, x, y, y < 3, device="cpu")
+    assert caveats(everything) == []
+    trained = caveats(evaluate_embeddings(x, x, y, y < 9, y < 9, max_queries=20, device="cpu"))
+    assert "how well it fits, not what it gains" in trained[0] and "no query of an unseen class" in trained[1]
+    assert trained[2] == "Queries were drawn at random: 20 of 90 trained on. Galleries are complete."
+
+
 # ---- a fitted estimator
 
 
 def test_evaluate_compares_the_transformed_rows(fitted):
     e, x, y = fitted
     got = evaluate(e, 5 * x, y, random_state=2)
-    expected = evaluate_embeddings(x, e.transform(x), y, y < 4, device="cpu", random_state=2)
+    expected = evaluate_embeddings(x, e.transform(x), y, y < 4, y < 4, device="cpu", random_state=2)
     pd.testing.assert_frame_equal(got, expected)
     assert (got.frozen != got.adapted).any()
     narrow = evaluate(e, x, y, random_state=2, confidence=0.5)
@@ -272,14 +341,15 @@ def test_evaluate_with_text_labels_equals_integer_labels():
         e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x[y < 4], labels[y < 4])
         tables.append(evaluate(e, x, labels))
     pd.testing.assert_frame_equal(*tables)
-    assert tables[0].n_queries.tolist() == [58, 58, 30, 30]
+    assert tables[0].n_queries.tolist() == [30, 30, 58, 58]
 
 
 def test_evaluate_on_seen_or_on_unseen_classes_only(fitted):
     e, x, y = fitted
-    assert evaluate(e, x[y < 4], y[y < 4]).gallery.tolist() == ["seen"]
+    assert evaluate(e, x[y < 4], y[y < 4])[["group", "gallery"]].values.tolist() == [["trained on", "seen"]]
     assert evaluate(e, x[y >= 4], y[y >= 4]).gallery.tolist() == ["unseen"]
-    assert evaluate(e, x, y + 100).gallery.tolist() == ["unseen"]
+    renamed = evaluate(e, x, y + 100)  # rows that were fitted on are recognised under any label
+    assert renamed.group.unique().tolist() == ["unseen", "trained on"] and renamed.n_rows.tolist() == [30, 30, 60, 60]
 
 
 def test_evaluate_refuses_what_it_cannot_use(fitted):
@@ -305,3 +375,27 @@ def test_evaluate_refuses_integers_after_text_labels():
     e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x, [f"k{label}" for label in y])
     with pytest.raises(InputError, match="must be texts, as in fit, got integers"):
         evaluate(e, x, y)
+
+
+def test_rows_that_were_fitted_on_are_recognised_in_any_scale_order_and_company():
+    x, y = clouds(classes=12, d=24)
+    fit = (y < 8) & (np.arange(180) % 3 > 0)
+    labels = np.where(np.arange(180) % 15 == 1, -1, y)  # some rows are without a label in fit
+    e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(7 * x[fit], labels[fit])
+    expected = fit & (labels >= 0)
+    order = np.random.default_rng(0).permutation(180)
+    for copy in (x[order], 3 * x[order], normalize(normalize(5 * x[order])), x[order].astype("f8")):
+        table = evaluate(e, copy, y[order]).set_index(["group", "gallery"]).n_rows
+        assert table["trained on", "seen"] == expected.sum()
+        assert table["seen", "seen"] == (y < 8).sum() - expected.sum()
+    assert len(e.fit_row_hashes_) == expected.sum()
+    new = normalize(x + 0.01 * np.random.default_rng(1).normal(size=x.shape))
+    assert "trained on" not in set(evaluate(e, new, y).group)
+
+
+def test_hash_rows_is_a_fixed_function_of_the_rounded_row():
+    rows = normalize([[3.0, 4.0], [-4.0, 3.0], [3.0, 4.001], [3.0, 4.1]])
+    hashes = hash_rows(rows)
+    assert hashes.dtype == np.uint64 and hashes[0] == hashes[2] and len(set(hashes.tolist())) == 3
+    assert (hash_rows(rows[1:2]) == hashes[1]).all()
+    assert hashes[0] == int.from_bytes(hashlib.blake2b(np.array([600, 800], "<i2"), digest_size=8).digest(), "little")

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ega import EmbeddingAdapter, read_pack
 from ega.adapters import LinearAdapter
-from ega.arrays import InputError, check_and_normalize, encode_labels_with_missing, spawn_rngs
+from ega.arrays import InputError, check_and_normalize, encode_labels, spawn_rngs
 from ega.losses import (
     LOSSES,
     check_loss_options,
@@ -775,7 +775,7 @@ def test_a_registered_loss_is_trained_with_its_options(registry, intents):
     x, y = check_and_normalize(intents[0]), intents[1]
     config = linear(CIRCLE)
     e = EmbeddingAdapter(("linear_circle", config), max_unseen_loss=None, device="cpu").fit(intents[0], y)
-    labels, _ = encode_labels_with_missing(y, len(x))
+    labels, _ = encode_labels(y, len(x))
     adapter, objective = LinearAdapter(x.shape[1]), pairwise_objective(functools.partial(circle, m=0.25, gamma=16.0))
     train(adapter, objective, x, labels, rngs=spawn_rngs(0), config=config.train, device="cpu")
     assert torch.equal(e.adapter_.weight, adapter.weight) and not torch.equal(adapter.weight, torch.eye(x.shape[1]))

@@ -1,23 +1,26 @@
-"The report: its counts and sentences, and that the page is one file in which all data are escaped."
+"The report: the digits of `ega evaluate`, its counts and sentences, one file in which all data are escaped."
 
+import html
+import json
 import re
+import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.exceptions import NotFittedError
 
 from ega.arrays import InputError, normalize
 from ega.datasets import read_csv_source
 from ega.estimator import EmbeddingAdapter
+from ega.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
 from ega.metrics import loo_lp_at_k
 from ega.report import (
     EffectiveRankStats,
-    assign_seen_unseen_groups,
-    caveats,
     collapse_warning,
     compare_spaces,
     effective_rank_stats,
-    summary_sentence,
+    page_notes,
     write_comparison,
     write_report,
 )
@@ -39,83 +42,165 @@ def spaces():
     return x, z, y
 
 
+def groups(y):
+    "Rows of seen classes, and forty of them that were trained on."
+    seen = y < 6
+    return seen, np.isin(np.arange(len(y)), np.flatnonzero((y >= 0) & seen)[:40])
+
+
 @pytest.fixture(scope="module")
 def c(spaces):
-    return compare_spaces(*spaces, seen=range(6), fitted=np.flatnonzero((spaces[2] >= 0) & (spaces[2] < 6))[:40])
+    return compare_spaces(*spaces, *groups(spaces[2]))
 
 
-def test_counts_and_means_equal_leave_one_out(spaces, c):
+def shown(line):
+    "The columns of a line of the table, as every output prints them."
+    change = f"{line.change:+.1f} [{line.low:+.1f}, {line.high:+.1f}]"
+    return [line.group, f"{line.n_queries:,}", f"{line.frozen:.1f}", f"{line.adapted:.1f}", change]
+
+
+def tables_of(page):
+    "The texts of the tables of an HTML page, by title."
+    found = {}
+    for title, body in re.findall(r'<table[^>]*aria-label="([^"]*)">(.*?)</table>', page, re.S):
+        lines = re.findall(r"<tr>(.*?)</tr>", body, re.S)
+        found[title] = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line, re.S) for line in lines]
+    return {html.unescape(title): lines for title, lines in found.items()}
+
+
+def test_python_shell_json_and_page_give_the_same_digits(tmp_path, capsys):
+    "evaluate, `ega evaluate`, `ega evaluate --json`, `ega report --json` and the tables and curve of the page."
+    from ega.cli import main
+
+    x, y = clusters(n=600, classes=30, noise=1.6)
+    fit = (y < 20) & (np.arange(600) % 60 < 30)
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x[fit], y[fit])
+    e.save(tmp_path / "a")
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    files = [str(tmp_path / name) for name in ("a", "x.npy", "y.npy")]
+
+    def run(*command):
+        assert main([*command]) == 0
+        return capsys.readouterr().out
+
+    table = evaluate(e, x, y)
+    assert table.groupby("gallery").size().to_dict() == {"mixed": 3, "seen": 2, "unseen": 1}
+    records = json.loads(table.to_json(orient="records", double_precision=15))
+    assert json.loads(run("evaluate", *files, "--json")) == records
+    page_path = str(tmp_path / "r.html")
+    report = json.loads(run("report", *files, "-o", page_path, "--json"))
+    assert report["evaluation"] == records
+    assert all(record["frozen"] == table.frozen[i] for i, record in enumerate(records))  # no digit is lost
+
+    printed = run("evaluate", *files)
+    lines = [re.sub(" +", " ", line).strip() for line in printed.splitlines()[1 : 1 + len(table)]]
+    for line, row in zip(lines, table.itertuples()):
+        group, *rest = shown(row)
+        assert line == " ".join([group, row.gallery, *rest])
+    sentence = " ".join(printed.split("\n\n")[1].split())
+    assert sentence.startswith(summary_sentence(table)) and "how well it fits" in sentence
+    assert run("report", *files, "-o", page_path) == printed.split("\n\n")[1] + f"{page_path}\n"
+
+    page = (tmp_path / "r.html").read_text()
+    headline, own, curve, *_ = tables_of(page).values()
+    mixed = [shown(line) for line in table.itertuples() if line.gallery == "mixed"]
+    assert [line[:5] for line in headline[1:]] == mixed
+    assert [line[:5] for line in own[1:]] == [shown(line) for line in table.itertuples() if line.gallery != "mixed"]
+    assert summary_sentence(table) in page.replace("\u00a0", " ")
+
+    assert curve[0] == ["strength", "unseen, mixed gallery", "unseen, unseen gallery", "seen, mixed gallery"]
+    ends = table.iloc[:3]  # in the order of the columns
+    assert curve[1] == ["0", *(f"{value:.1f}" for value in ends.frozen)]
+    assert curve[-1] == ["1", *(f"{value:.1f}" for value in ends.adapted)]
+    for strength, name in ((0, "frozen"), (1, "adapted")):
+        at = [line for line in report["strength_curve"] if line["strength"] == strength]
+        expected = table.set_index(["group", "gallery"])[name]
+        assert len(at) == 3 and all(line["adapted"] == expected[line["group"], line["gallery"]] for line in at)
+
+
+def test_drawn_queries_are_the_same_in_the_report(spaces, tmp_path):
+    x, z, y = spaces
+    few = compare_spaces(x, z, y, *groups(y), max_queries=25, random_state=3)
+    table = evaluate_embeddings(x, z, y, *groups(y), max_queries=25, random_state=3)
+    pd.testing.assert_frame_equal(few.evaluation, table)
+    assert len(few.queries) == 75 and (y[few.queries.row] == few.queries.label).all()
+    assert f"Queries were drawn at random: 25 of {(y >= 6).sum()} unseen" in " ".join(page_notes(few))
+    assert "Every labelled row" not in " ".join(page_notes(few))
+    ends = few.strength_curve[few.strength_curve.strength == 1].drop(columns="strength")
+    pd.testing.assert_frame_equal(ends.reset_index(drop=True), table.iloc[:3])
+    page = write_comparison(few, tmp_path / "r.html").read_text()
+    numbers = [line[1] for lines in list(tables_of(page).values())[:2] for line in lines[1:]]
+    assert numbers == [
+        f"25 of {n}" for n in [*table[table.gallery == "mixed"].n_rows, *table[table.gallery != "mixed"].n_rows]
+    ]
+
+
+def test_outcomes_are_counted_in_the_mixed_gallery(spaces, c):
     x, z, y = spaces
     rows = np.flatnonzero(y >= 0)
-    before, after = (loo_lp_at_k(v[rows], y[rows]) for v in (x, z))
-    groups = assign_seen_unseen_groups(y, range(6), np.flatnonzero((y >= 0) & (y < 6))[:40])[rows]
-    assert dict(zip(c.groups.group, c.groups.n)) == {
-        "trained on": 40,
-        "seen": (y[rows] < 6).sum() - 40,
-        "unseen": (y[rows] >= 6).sum(),
-    }
-    for r in c.groups.itertuples():
-        m = groups == r.group
-        assert (
-            np.isclose(r.frozen, 100 * before[m].mean())
-            and np.isclose(r.adapted, 100 * after[m].mean())
-            and r.low <= r.change <= r.high
-        )
-        assert (r.gained, r.lost, r.unchanged) == (
-            ((after - before)[m] > 0.5).sum(),
-            ((before - after)[m] > 0.5).sum(),
-            (before == after)[m].sum(),
-        )
-    assert (
-        len(c.queries) == len(rows)
-        and c.classes.n.sum() == len(rows)
-        and np.isclose(c.unlabelled_displacement, np.linalg.norm(z[y < 0] - x[y < 0], axis=1).mean())
-    )
+    before, after = (dict(zip(rows, loo_lp_at_k(v[rows], y[rows]))) for v in (x, z))
+    seen, trained_on = groups(y)
+    members = {"unseen": ~seen & (y >= 0), "seen": seen & ~trained_on & (y >= 0), "trained on": trained_on}
+    assert c.outcome_counts.group.tolist() == list(members)
+    for line in c.outcome_counts.itertuples():
+        m = np.flatnonzero(members[line.group])
+        change = np.array([after[row] - before[row] for row in m])
+        counts = ((change > 0.5).sum(), (change < -0.5).sum(), (np.abs(change) <= 0.5).sum())
+        assert (line.gained, line.lost, line.unchanged) == counts
+        assert np.isclose(line.displacement, np.linalg.norm(z[m] - x[m], axis=1).mean())
+    assert len(c.queries) == len(rows) and c.classes.n.sum() == len(rows)
+    assert np.isclose(c.unlabelled_displacement, np.linalg.norm(z[y < 0] - x[y < 0], axis=1).mean())
 
 
-def test_strength_curve_begins_frozen_and_ends_adapted(spaces, c):
-    assert np.allclose(c.strength_curve.loc[0.0, c.groups.group], c.groups.frozen) and np.allclose(
-        c.strength_curve.loc[1.0, c.groups.group], c.groups.adapted
-    )
+def test_examples_are_lost_and_gained_queries_with_their_nearest_neighbours(spaces, c):
+    x, z, y = spaces
+    rows = np.flatnonzero(y >= 0)
+    assert len(c.examples) and set(c.examples.outcome) <= {"lost", "gained"}
+    change = dict(zip(c.queries.row, c.queries.adapted - c.queries.frozen))
+    for q in c.examples.itertuples():
+        assert change[q.row] < -0.5 if q.outcome == "lost" else change[q.row] > 0.5
+        for v, neighbours in ((x, q.frozen_neighbours), (z, q.adapted_neighbours)):
+            assert neighbours.tolist() == rows[knn_among_rows(v, [q.row], rows, 3).I[0]].tolist()
+    for _, q in c.examples.groupby("outcome"):
+        unseen = (q.group == "unseen").to_numpy()
+        assert (np.diff(unseen.astype(int)) <= 0).all()  # unseen queries first
+        first = q[unseen].label.iloc[: q[unseen].label.nunique()]
+        assert first.is_unique  # of as many classes as there are
+
+
+def test_curve_between_its_ends_is_the_evaluation_of_the_mixture(spaces, c):
+    from ega.adapters import interpolate
+
+    x, z, y = spaces
+    half = evaluate_embeddings(x, interpolate(x, z, 0.5), y, *groups(y))
+    got = c.strength_curve[c.strength_curve.strength == 0.5].drop(columns="strength")
+    pd.testing.assert_frame_equal(got.reset_index(drop=True), half.iloc[:3])  # not the rows that were trained on
 
 
 def test_adapter_to_another_width_has_no_curve_and_no_displacement(spaces, tmp_path):
     x, z, y = spaces
-    small = compare_spaces(x, normalize(z[:, :9]), y, seen=range(6))
-    assert (
-        small.strength_curve is None
-        and small.groups.displacement.isna().all()
-        and "Which rows" in " ".join(caveats(small))
-    )
-    assert "input" not in re.sub(
-        "<style>.*?</style>", "", write_comparison(small, tmp_path / "r.html").read_text(), flags=re.S
-    )
+    small = compare_spaces(x, normalize(z[:, :9]), y, y < 6)
+    assert small.strength_curve is None and small.outcome_counts.displacement.isna().all()
+    assert "Which rows the adapter was trained on is not known" in " ".join(page_notes(small))
+    page = write_comparison(small, tmp_path / "r.html").read_text()
+    assert "Strength of the adapter" not in page and "–" in page
 
 
-def test_large_collection_is_sampled(spaces):
+def test_inputs_are_not_changed(spaces):
     x, z, y = spaces
-    few = compare_spaces(x, z, y, seen=range(6), max_rows=120)
-    assert (
-        few.n_sampled == 120
-        and "120 of 240 rows were drawn" in " ".join(caveats(few))
-        and set(few.queries.row) <= set(range(240))
-        and (y[few.queries.row] == few.queries.label).all()
-    )
-    assert few.queries.equals(compare_spaces(x, z, y, seen=range(6), max_rows=120).queries)
+    seen, trained_on = np.zeros(240, bool), y == 1
+    compare_spaces(x, z, y, seen, trained_on)
+    assert not seen.any()
 
 
-def test_missing_unseen_classes_are_noted(spaces):
+def test_missing_unseen_classes_are_noted(spaces, tmp_path):
     x, z, y = spaces
-    only = compare_spaces(x, z, y, seen=range(12))
-    assert "no row of an unseen class" in " ".join(caveats(only)) and "unseen" not in summary_sentence(only)
-
-
-def test_summary_says_gain_or_loss_only_if_interval_excludes_zero(c):
-    k = c.groups.head(1).assign(change=2.0, low=0.5, high=3.0)
-    assert "gain 2.0 points [+0.5, +3.0]" in summary_sentence(c._replace(groups=k)) and "lose 2.0" in summary_sentence(
-        c._replace(groups=k.assign(change=-2.0, low=-3.0, high=-1.0))
-    )
-    assert "change by +2.0" in summary_sentence(c._replace(groups=k.assign(low=-0.1)))
+    only = compare_spaces(x, z, y, y < 12)
+    assert "no query of an unseen class" in " ".join(page_notes(only))
+    assert "unseen" not in summary_sentence(only.evaluation)
+    page = write_comparison(only, tmp_path / "r.html").read_text()
+    assert "Seen gallery: each query is searched among all 230 labelled rows" in page and "Own gallery" not in page
 
 
 def test_collapse_warning_depends_on_rank_not_on_mean_cosine():
@@ -149,7 +234,8 @@ def test_names_are_escaped(spaces, c, tmp_path, ending):
         decision=bad,
     ).read_text()
     if ending == ".html":
-        assert "<script>alert" not in page and page.count("<script>") == 1 and '"<' not in page.replace('"<svg', "")
+        assert "<script" not in page and '"<' not in page
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     else:
         assert "script>\\|<" in page
 
@@ -164,14 +250,9 @@ def test_texts_and_pictures_come_from_source(spaces, c, tmp_path):
     for i in range(240):
         Image.new("RGB", (300, 200), (i, 0, 0)).save(tmp_path / f"{i}.png")
     (tmp_path / "p.csv").write_text("image,label\n" + "\n".join(f"{i}.png,a" for i in range(240)))
-    page = write_comparison(
-        c, tmp_path / "p.html", source=read_csv_source(tmp_path / "p.csv"), n_examples=3
-    ).read_text()
-    shown = int(
-        ((c.queries.adapted - c.queries.frozen) > 0.5).sum().clip(max=3)
-        + ((c.queries.frozen - c.queries.adapted) > 0.5).sum().clip(max=3)
-    )
-    assert page.count("data:image/jpeg;base64") == 11 * shown and not re.search(r'(src|href)="(?!data:|#)', page)
+    page = write_comparison(c, tmp_path / "p.html", source=read_csv_source(tmp_path / "p.csv")).read_text()
+    assert page.count("data:image/jpeg;base64") == 7 * len(c.examples)  # the query and three neighbours in each space
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
 def test_errors_leave_no_file(spaces, c, tmp_path):
@@ -181,14 +262,38 @@ def test_errors_leave_no_file(spaces, c, tmp_path):
     for call, message in (
         (lambda: write_comparison(c, tmp_path / "r.pdf"), "an .html or .md file"),
         (lambda: write_comparison(c, tmp_path / "r.html", source=read_csv_source(two_texts)), "the 240 rows"),
-        (lambda: compare_spaces(x, z[:9], y, seen=()), "the same rows"),
-        (lambda: compare_spaces(x[:9], z[:9], y[:9], seen=()), "at least 14 labelled rows"),
-        (lambda: compare_spaces(x, z, y, seen=(), fitted=[0]), "`seen` must contain the class of every row"),
-        (lambda: compare_spaces(2 * x, z, y, seen=()), "unit rows"),
+        (lambda: compare_spaces(x, z[:9], y, y < 6), "the same rows"),
+        (lambda: compare_spaces(x[:9], z[:9], y[:9], y[:9] < 6), "at least 14 labelled rows"),
+        (lambda: compare_spaces(x, z, y, y[:9] < 6), "the same rows"),
+        (lambda: compare_spaces(2 * x, z, y, y < 6), "unit rows"),
     ):
         with pytest.raises(InputError, match=re.escape(message)):
             call()
     assert not list(tmp_path.glob("r.*"))
+
+
+def test_wrong_ending_and_missing_packages_are_found_before_the_work(spaces, tmp_path, monkeypatch):
+    x, _, y = spaces
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
+    monkeypatch.setattr("ega.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
+    with pytest.raises(InputError, match="an .html or .md file"):
+        write_report(e, x, y, tmp_path / "r.pdf")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="ega\\[report\\]"):
+        write_report(e, x, y, tmp_path / "r.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_page_fits_a_phone(spaces, c, tmp_path):
+    "No width beyond the screen, no small print: 0.875 of 16 px is 14 px."
+    page = write_comparison(c, tmp_path / "r.html").read_text()
+    style = re.search("<style>(.*?)</style>", page, re.S)[1]
+    sizes = re.findall(r"font-size: ([.\d]+)rem", style)
+    assert sizes and min(map(float, sizes)) >= 0.875 and "nowrap" not in style
+    assert "width=device-width, initial-scale=1" in page and "@media (max-width" in style
+    sizes_in_charts = {float(size) for size in re.findall(r"font-size: ([.\d]+)px", page)}
+    widths = {float(width) for width in re.findall(r'viewBox="0 0 ([.\d]+)', page)}
+    assert min(sizes_in_charts) * 343 / max(widths) >= 14  # of 390 px, 343 are left by margins and a scroll bar
 
 
 def test_unfitted_estimator_writes_no_page(spaces, tmp_path):
@@ -218,10 +323,8 @@ def test_command_separates_training_rows_and_new_classes(tmp_path, capsys):
         main(["report", path("a"), path("own.npy"), path("own_y.npy"), "-o", path("own.md"), "--json"]) == 0
         and '"trained on"' in capsys.readouterr().out
     )
-    assert (
-        re.search('class="statement">(frozen|wccn at)', (tmp_path / "r.html").read_text())
-        and "no row of an unseen class" in (tmp_path / "own.md").read_text()
-    )
+    assert re.search("Selected in fit: (frozen|wccn at)", (tmp_path / "r.html").read_text())
+    assert "no query of an unseen class" in (tmp_path / "own.md").read_text()
     assert (
         main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.txt")]) == 2
         and not (tmp_path / "r.txt").exists()
