@@ -593,7 +593,7 @@ def journal(folder):
     np.save(folder / "x.npy", rows())
     adapter = load_adapter(folder / "f.safetensors").to("cpu")
     owner = transform._provenance(
-        adapter, [folder / "x.npy"], N, transform.TransformOptions(None, 8, "float32", "float32", False, 1, "cpu")
+        adapter, [folder / "x.npy"], N, transform.TransformOptions(None, 8, "float32", "float32", 1, "cpu")
     )
     transform._write_progress(folder / "z.npy.part.json", owner, 8)
     (folder / "z.npy.part").write_bytes(transform._npy_header(N, D, np.dtype("f4")) + bytes(8 * D * 4))
