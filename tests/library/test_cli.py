@@ -403,11 +403,11 @@ def test_labels_of_the_same_classes_give_the_same_digits_from_any_container(writ
         adapter = EmbeddingAdapter.load(tmp_path / "adapter")
         y = given(containers[names[i - 1]], adapter.classes_)
         table = evaluate(adapter, x, y)
-        page = write_report(adapter, x, y, tmp_path / "report.md").groups
+        page = write_report(adapter, x, y, tmp_path / "report.md").evaluation
         fingerprints = adapter.fingerprint_ + adapter.data_fingerprint_
         results.add(fingerprints + str(adapter.classes_.tolist()) + table.to_json() + page.to_json())
     assert len(results) == 1
-    assert set(table.classes) == {"seen", "unseen"} and (table[table.classes == "unseen"].n_classes == UNSEEN).all()
+    assert set(table.group) == {"trained on", "unseen"} and (table[table.group == "unseen"].n_classes == UNSEEN).all()
 
 
 def test_commands_read_labels_from_any_file_and_print_the_same(labelled, tmp_path, call):
