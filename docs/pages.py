@@ -82,7 +82,7 @@ def clone(
     import numpy as np
 
     from ega import read_pack
-    from ega.methods import METHODS
+    from ega.config import METHODS
 
     for name in ("data", "nbs", "paper"):
         (folder / name).symlink_to(root / name)

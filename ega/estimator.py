@@ -30,10 +30,10 @@ from ega.adapters import (
     transform,
 )
 from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
+from .config import MethodConfig, config_to_dict, parse_config
 from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
-from .methods import MethodConfig, fit_adapter, parse_config
+from .methods import fit_adapter
 from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
-from .training import config_to_dict
 
 # %% ../nbs/library/22_estimator.ipynb #like
 def _fill_like(
@@ -432,7 +432,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     Parameters
     ----------
     method : str or (str, MethodConfig), default="auto"
-        "auto" selects among `candidates`. A key of `ega.methods.METHODS`, or a name with a configuration,
+        "auto" selects among `candidates`. A key of `ega.config.METHODS`, or a name with a configuration,
         is fitted if it passes the safety check.
     max_unseen_loss : float or None, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0. None: fit `method` at full strength without

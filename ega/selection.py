@@ -23,8 +23,9 @@ from threadpoolctl import threadpool_limits
 
 from .adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, scale_residual, transform
 from .arrays import InputError, check_embeddings, check_labels, check_positive_int, check_unit_norm, spawn_rngs
+from .config import MethodConfig, build_method_config
 from .evaluation import label_hits, rows_with_classmate
-from .methods import MethodConfig, build_method_config, fit_adapter
+from .methods import fit_adapter
 from .packs import row_split
 from .statistics import cluster_bootstrap_means
 
@@ -50,7 +51,7 @@ def resolve_candidate(
     if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
         raise InputError(
             f"candidate {name!r} must come with a MethodConfig, got {type(config).__name__}; "
-            "see ega.methods.build_method_config"
+            "see ega.config.build_method_config"
         )
     return Candidate(str(name), MethodConfig(config.adapter, config.loss, config.train, config.seed))
 
@@ -381,7 +382,7 @@ def select_adapter(
     y : ndarray of shape (n,), int
         Class labels. Rows labelled -1 are not used.
     candidates : sequence of str or (str, MethodConfig), default=("wccn", "whitened_nca")
-        Methods to compare: keys of `ega.methods.METHODS`, or a name of your own with a configuration.
+        Methods to compare: keys of `ega.config.METHODS`, or a name of your own with a configuration.
     max_unseen_loss : float, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0.
     confidence : float, default=0.95

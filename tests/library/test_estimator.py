@@ -37,10 +37,11 @@ from ega.adapters import (
 )
 from ega.arrays import InputError, check_and_normalize, encode_labels_with_missing
 from ega.cli import main
+from ega.config import build_method_config
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.experiments.runs import build_config, fit_and_return_transform
-from ega.methods import build_method_config, fit_adapter
+from ega.methods import fit_adapter
 from ega.packs import EmbeddingSet, write_pack
 from ega.selection import Selection
 from ega.vectors import open_vectors, read_embeddings, read_labels
