@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['MethodPreset', 'MAIN_METHODS', 'BASELINES', 'RECOMMENDED_METHODS', 'ABLATIONS', 'METHODS', 'DEFAULT_EPOCHS',
            'field_omitted_at_default', 'config_to_dict', 'TrainConfig', 'AdapterConfig', 'LossConfig', 'MethodConfig',
-           'parse_config', 'uses_gradient_training', 'build_method_config']
+           'parse_config', 'uses_gradient_training', 'check_method', 'build_method_config']
 
 # %% ../nbs/library/29_config.ipynb #config-import-cell
+import difflib
 import json
 from collections import namedtuple
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -204,6 +205,20 @@ def uses_gradient_training(
 DEFAULT_EPOCHS = 24  # of a method that a user names; experiments state theirs
 
 
+def check_method(
+    method: Any,  # value to check
+) -> str:
+    "Return the name of a method, or raise `InputError` with the names that are most like it."
+    if isinstance(method, str) and method in METHODS:
+        return method
+    names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or [
+        "wccn",
+        "lda",
+        *RECOMMENDED_METHODS,
+    ]
+    raise InputError(f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {method!r}")
+
+
 def build_method_config(
     method: str,  # a key of METHODS
     *,
@@ -211,8 +226,6 @@ def build_method_config(
     seed: int = 0,  # of the initial weights, the order of the rows and the triplets
 ) -> MethodConfig:
     "The configuration that a method name stands for."
-    if method not in METHODS:
-        raise InputError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    m = METHODS[method]
+    m = METHODS[check_method(method)]
     train = TrainConfig(epochs, lr=m.lr, weight_decay=m.weight_decay) if m.loss else None
     return MethodConfig(m.adapter, m.loss, train, seed)
