@@ -6,6 +6,7 @@
 __all__ = ['SAVED_PARAMS', 'SAVED_SELECTION', 'to_dict', 'EmbeddingAdapter']
 
 # %% ../nbs/library/22_estimator.ipynb #aecbf19d
+import hashlib
 import json
 import tempfile
 import warnings
@@ -29,11 +30,19 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from .arrays import InputError, check_and_normalize, encode_labels_with_missing, import_optional
+from ega.arrays import (
+    InputError,
+    check_and_normalize,
+    check_number,
+    check_positive_int,
+    encode_labels_with_missing,
+    import_optional,
+    pick_device,
+)
 from .config import MethodConfig, config_to_dict, parse_config
-from .files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
+from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, read_json, short_error
 from .methods import fit_adapter
-from .selection import CANDIDATES, STRENGTHS, Selection, resolve_candidate, select_adapter
+from .selection import CANDIDATES, STRENGTHS, Selection, check_settings, resolve_candidate, select_adapter
 
 # %% ../nbs/library/22_estimator.ipynb #like
 def _fill_like(
@@ -112,6 +121,25 @@ def to_dict(
         "data_fingerprint": estimator.data_fingerprint_,
     }
 
+# %% ../nbs/library/22_estimator.ipynb #description-hash
+def _description_hash(values):
+    "SHA-256 of everything in a description but the hash itself, as JSON with sorted keys."
+    hashed = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _description(estimator):
+    "The dictionary that is saved beside the weights: `to_dict` and its hash."
+    # default: parameters may be NumPy scalars, as from a grid
+    values = json.loads(json.dumps(to_dict(estimator), allow_nan=False, default=lambda value: value.item()))
+    return values | {"sha256": _description_hash(values)}
+
+
+def _check_description_hash(values, path):
+    "Raise InputError for a description that is not the one that was saved."
+    if values.get("sha256") != _description_hash(values):
+        raise InputError(f"{path}: was changed after it was saved, its SHA-256 differs; copy or save it again")
+
 # %% ../nbs/library/22_estimator.ipynb #read-values
 def _check_types(values, types):
     "Raise TypeError for a value of another type; KeyError for one that is missing."
@@ -139,6 +167,8 @@ def _classes_from_json(values):
     for value in values:
         if type(value) is int and not -(2**63) <= value < 2**63:
             raise TypeError(f"class labels must fit in int64, got {value}")
+    if values != sorted(set(values)):
+        raise ValueError("class labels must be distinct and in ascending order")
     return np.array(values)
 
 
@@ -147,6 +177,10 @@ def _selection_from_json(values):
     number, text = (int, float), (str,)
     types = {"method": text, "strength": number, "reason": text, "max_unseen_loss": (*number, type(None))}
     _check_types(values, types | {"confidence": number, "n_classes": (int,), "table": (list,), "cv_results": (dict,)})
+    check_number(values["strength"], "strength", minimum=0, maximum=1)
+    check_number(values["confidence"], "confidence", minimum=0.5, below=1)
+    check_number(values["max_unseen_loss"] or 0, "max_unseen_loss", minimum=0)
+    check_positive_int(values["n_classes"], "n_classes", minimum=0)
     table, results = pd.DataFrame(values["table"]), {}
     for key, column in values["cv_results"].items():
         if type(column) is not list or len(column) != len(table):
@@ -163,7 +197,8 @@ def _selection_from_json(values):
 # %% ../nbs/library/22_estimator.ipynb #told
 def _file_pair(path):
     "The weights and the description behind a name: a folder, or a .safetensors file with the .json beside it."
-    path = Path(path) if Path(path).suffix == ".safetensors" else Path(path) / "adapter.safetensors"
+    path = check_path(path)
+    path = path if path.suffix == ".safetensors" else Path(path) / "adapter.safetensors"
     return path, path.with_suffix(".json")
 
 
@@ -183,7 +218,7 @@ def _read_description(path):
         names = values.get("feature_names_in")
         if names is not None and (len(names) != values["n_features_in"] or {type(n) for n in names} != {str}):
             raise TypeError(f"feature_names_in is not a list of {values['n_features_in']} texts")
-        return values | {
+        read = values | {
             "settings": _params_from_json(values["settings"]),
             "classes": _classes_from_json(values["classes"]),
             "selection": _selection_from_json(values["selection"]),
@@ -194,6 +229,8 @@ def _read_description(path):
             f"{path}: expected {expected}, but it cannot be read ({type(error).__name__}: {short_error(error)}); "
             "copy or save it again"
         ) from error
+    _check_description_hash(values, path)
+    return read
 
 # %% ../nbs/library/22_estimator.ipynb #set-fitted
 def _set_fitted(estimator, adapter, values):
@@ -205,6 +242,23 @@ def _set_fitted(estimator, adapter, values):
     estimator.n_features_in_ = estimator._n_features_out = adapter.d
     if values["feature_names_in"] is not None:
         estimator.feature_names_in_ = np.array(values["feature_names_in"], dtype=object)
+    return estimator
+
+# %% ../nbs/library/22_estimator.ipynb #check-params
+def _check_params(estimator):
+    "Raise InputError for a parameter of the constructor of another type or out of range; returns the estimator."
+    check_positive_int(estimator.random_state, "random_state", minimum=0)
+    check_positive_int(estimator.cv, "cv", minimum=2)
+    check_settings(
+        max_unseen_loss=0 if estimator.max_unseen_loss is None else estimator.max_unseen_loss,
+        confidence=estimator.confidence,
+        candidates=estimator.candidates,
+        strengths=estimator.strengths,
+        n_folds=estimator.cv,
+        n_jobs=estimator.n_jobs,
+    )
+    if estimator.device is not None:
+        pick_device(estimator.device)
     return estimator
 
 # %% ../nbs/library/22_estimator.ipynb #files
@@ -236,8 +290,7 @@ class _SaveLoadMixin:
         weights, description = _file_pair(path)
         save_adapter(self.adapter_, weights)
         with atomic_write(description) as temporary:
-            # default: parameters may be NumPy scalars, as from a grid
-            temporary.write_text(json.dumps(to_dict(self), indent=1, default=lambda value: value.item()))
+            temporary.write_text(json.dumps(_description(self), indent=1))
         return Path(path)
 
     @classmethod
@@ -264,7 +317,7 @@ class _SaveLoadMixin:
         adapter, values = load_adapter(weights), _read_description(description)
         if values["fingerprint"] != adapter_fingerprint(adapter) or values["n_features_in"] != adapter.d:
             raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
-        return _set_fitted(cls(**values["settings"]), adapter, values)
+        return _set_fitted(_check_params(cls(**values["settings"])), adapter, values)
 
 # %% ../nbs/library/22_estimator.ipynb #export-methods
 class _ExportMixin:
@@ -554,6 +607,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         InputError
             If X or y is not as described, or a parameter of the constructor is out of range.
         """
+        _check_params(self)
         x = check_and_normalize(X)
         _check_columns(self, X, reset=True)
         labels, classes = encode_labels_with_missing(y, len(x))

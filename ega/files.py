@@ -196,6 +196,11 @@ def _check_is_file(path, expected):
         raise InputError(f"{path}: {problem}; expected {expected}")
 
 # %% ../nbs/library/03_files.ipynb #read-json
+def _refuse_constant(name):
+    "Raise ValueError for NaN, Infinity and -Infinity, which are not JSON."
+    raise ValueError(f"{name} is not JSON")
+
+
 def read_json(
     path: Path | str,
     expected: str,  # description of the expected content, for error messages
@@ -210,7 +215,7 @@ def read_json(
     try:
         if path.stat().st_size > max_bytes:
             raise ValueError(f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         if not isinstance(value, root_type):
             raise TypeError(f"{type(value).__name__} instead of {root_type.__name__}")
     except READ_ERRORS as error:
