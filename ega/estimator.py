@@ -6,6 +6,7 @@
 __all__ = ['SAVED_PARAMS', 'SAVED_SELECTION', 'to_dict', 'EmbeddingAdapter']
 
 # %% ../nbs/library/22_estimator.ipynb #aecbf19d
+import hashlib
 import json
 import tempfile
 import warnings
@@ -33,15 +34,26 @@ from ega.arrays import (
     InputError,
     check_and_normalize,
     check_feature_names,
+    check_number,
+    check_positive_int,
     check_rows_per_class,
     encode_labels,
     import_optional,
+    pick_device,
 )
+from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
-from .files import READ_ERRORS, atomic_write, hash_arrays, open_npy, read_json, short_error
-from .methods import MethodConfig, fit_adapter, parse_config
-from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
-from .training import config_to_dict
+from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, open_npy, read_json, short_error
+from .methods import fit_adapter
+from ega.selection import (
+    CANDIDATES,
+    STRENGTHS,
+    FitProgress,
+    Selection,
+    check_settings,
+    resolve_candidate,
+    select_adapter,
+)
 
 # %% ../nbs/library/22_estimator.ipynb #like
 def _fill_like(
@@ -113,6 +125,25 @@ def to_dict(
         "fit_rows_fingerprint": hash_arrays(estimator.fit_row_hashes_),
     }
 
+# %% ../nbs/library/22_estimator.ipynb #description-hash
+def _description_hash(values):
+    "SHA-256 of everything in a description but the hash itself, as JSON with sorted keys."
+    hashed = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _description(estimator):
+    "The dictionary that is saved beside the weights: `to_dict` and its hash."
+    # default: parameters may be NumPy scalars, as from a grid
+    values = json.loads(json.dumps(to_dict(estimator), allow_nan=False, default=lambda value: value.item()))
+    return values | {"sha256": _description_hash(values)}
+
+
+def _check_description_hash(values, path):
+    "Raise InputError for a description that is not the one that was saved."
+    if values.get("sha256") != _description_hash(values):
+        raise InputError(f"{path}: was changed after it was saved, its SHA-256 differs; copy or save it again")
+
 # %% ../nbs/library/22_estimator.ipynb #read-values
 def _check_types(values, types):
     "Raise TypeError for a value of another type; KeyError for one that is missing."
@@ -140,6 +171,8 @@ def _classes_from_json(values):
     for value in values:
         if type(value) is int and not -(2**63) <= value < 2**63:
             raise TypeError(f"class labels must fit in int64, got {value}")
+    if values != sorted(set(values)):
+        raise ValueError("class labels must be distinct and in ascending order")
     return np.array(values)
 
 
@@ -148,6 +181,10 @@ def _selection_from_json(values):
     number, text = (int, float), (str,)
     types = {"method": text, "strength": number, "reason": text, "max_unseen_loss": (*number, type(None))}
     _check_types(values, types | {"confidence": number, "n_classes": (int,), "table": (list,), "cv_results": (dict,)})
+    check_number(values["strength"], "strength", minimum=0, maximum=1)
+    check_number(values["confidence"], "confidence", minimum=0.5, below=1)
+    check_number(values["max_unseen_loss"] or 0, "max_unseen_loss", minimum=0)
+    check_positive_int(values["n_classes"], "n_classes", minimum=0)
     table, results = pd.DataFrame(values["table"]), {}
     for key, column in values["cv_results"].items():
         if type(column) is not list or len(column) != len(table):
@@ -164,7 +201,8 @@ def _selection_from_json(values):
 # %% ../nbs/library/22_estimator.ipynb #told
 def _file_pair(path):
     "The weights and the description behind a name: a folder, or a .safetensors file with the .json beside it."
-    path = Path(path) if Path(path).suffix == ".safetensors" else Path(path) / "adapter.safetensors"
+    path = check_path(path)
+    path = path if path.suffix == ".safetensors" else Path(path) / "adapter.safetensors"
     return path, path.with_suffix(".json")
 
 
@@ -184,7 +222,7 @@ def _read_description(path):
         names = values.get("feature_names_in")
         if names is not None and (len(names) != values["n_features_in"] or {type(n) for n in names} != {str}):
             raise TypeError(f"feature_names_in is not a list of {values['n_features_in']} texts")
-        return values | {
+        read = values | {
             "settings": _params_from_json(values["settings"]),
             "classes": _classes_from_json(values["classes"]),
             "selection": _selection_from_json(values["selection"]),
@@ -195,6 +233,8 @@ def _read_description(path):
             f"{path}: expected {expected}, but it cannot be read ({type(error).__name__}: {short_error(error)}); "
             "copy or save it again"
         ) from error
+    _check_description_hash(values, path)
+    return read
 
 # %% ../nbs/library/22_estimator.ipynb #set-fitted
 def _set_fitted(estimator, adapter, values):
@@ -206,6 +246,23 @@ def _set_fitted(estimator, adapter, values):
     estimator.n_features_in_ = estimator._n_features_out = adapter.d
     if values["feature_names_in"] is not None:
         estimator.feature_names_in_ = np.array(values["feature_names_in"], dtype=object)
+    return estimator
+
+# %% ../nbs/library/22_estimator.ipynb #check-params
+def _check_params(estimator):
+    "Raise InputError for a parameter of the constructor of another type or out of range; returns the estimator."
+    check_positive_int(estimator.random_state, "random_state", minimum=0)
+    check_positive_int(estimator.cv, "cv", minimum=2)
+    check_settings(
+        max_unseen_loss=0 if estimator.max_unseen_loss is None else estimator.max_unseen_loss,
+        confidence=estimator.confidence,
+        candidates=estimator.candidates,
+        strengths=estimator.strengths,
+        n_folds=estimator.cv,
+        n_jobs=estimator.n_jobs,
+    )
+    if estimator.device is not None:
+        pick_device(estimator.device)
     return estimator
 
 # %% ../nbs/library/22_estimator.ipynb #fit-row-hashes
@@ -260,8 +317,7 @@ class _SaveLoadMixin:
         save_adapter(self.adapter_, weights)
         _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
         with atomic_write(description) as temporary:
-            # default: parameters may be NumPy scalars, as from a grid
-            temporary.write_text(json.dumps(to_dict(self), indent=1, default=lambda value: value.item()))
+            temporary.write_text(json.dumps(_description(self), indent=1))
         return Path(path)
 
     @classmethod
@@ -288,7 +344,7 @@ class _SaveLoadMixin:
         adapter, values = load_adapter(weights), _read_description(description)
         if values["fingerprint"] != adapter_fingerprint(adapter) or values["n_features_in"] != adapter.d:
             raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
-        estimator = _set_fitted(cls(**values["settings"]), adapter, values)
+        estimator = _set_fitted(_check_params(cls(**values["settings"])), adapter, values)
         estimator.fit_row_hashes_ = _load_fit_row_hashes(_fit_rows_path(weights), values["fit_rows_fingerprint"])
         return estimator
 
@@ -489,7 +545,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     Parameters
     ----------
     method : str or (str, MethodConfig), default="auto"
-        "auto" selects among `candidates`. A key of `ega.methods.METHODS`, or a name with a configuration,
+        "auto" selects among `candidates`. A key of `ega.config.METHODS`, or a name with a configuration,
         is fitted if it passes the safety check.
     max_unseen_loss : float or None, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0. None: fit `method` at full strength without
@@ -620,6 +676,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             If X or y is not as described, a parameter of the constructor is out of range, or there are
             more than half as many classes as labelled rows, of which there are 20 or more.
         """
+        _check_params(self)
         with FitProgress(self.verbose) as progress:
             return _fit(self, X, y, unlabelled, progress)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import InputError, check_embeddings, check_positive_int, import_optional
-from .files import short_error
+from .files import check_path, short_error
 from .index import as_transform
 from .packs import EmbeddingSet
 from .search import Neighbours
@@ -32,7 +32,7 @@ def open_table(
     path: Path | str,  # FOLDER/NAME.lance
 ) -> Any:  # LanceDB table
     "Open a LanceDB table by its path."
-    path = Path(path)
+    path = check_path(path)
     if path.suffix != ".lance" or not path.is_dir():
         problem = "this path has another ending or is a file" if path.exists() else "it does not exist"
         raise InputError(
@@ -56,7 +56,10 @@ def write_table(
     "Write raw embeddings to a LanceDB table; an existing table gets the rows whose ids it does not have."
     import pyarrow as pa
 
-    path, table, new = Path(path), None, np.arange(len(es))
+    if not isinstance(es, EmbeddingSet):
+        raise InputError(f"es must be an EmbeddingSet, got {type(es).__name__}; read one with ega.read_pack")
+    batch_size = check_positive_int(batch_size, "batch_size")
+    path, table, new = check_path(path), None, np.arange(len(es))
     if path.suffix != ".lance":
         raise InputError(f"{path}: expected FOLDER/NAME.lance; rename the table")
     if path.is_dir():
@@ -76,9 +79,14 @@ def write_table(
     return table
 
 
+def _vector_width(table, column):
+    "Length of the vectors in a column; None if it holds no lists of a fixed length."
+    return getattr(table.schema.field(column).type, "list_size", None)
+
+
 def _check_width(path, table, dim):
     "Raise `InputError` if the vectors of a table do not have `dim` numbers."
-    width = table.schema.field("vector").type.list_size if "vector" in table.schema.names else None
+    width = _vector_width(table, "vector") if "vector" in table.schema.names else None
     if width != dim:
         raise InputError(
             f"{path}: expected vectors of {dim} numbers in the column 'vector', as in the embedding set, got {width}; "
@@ -86,8 +94,15 @@ def _check_width(path, table, dim):
         )
 
 # %% ../nbs/library/25_lance.ipynb #column
+def _check_table(table):
+    "Raise `InputError` for anything but a LanceDB table."
+    if not hasattr(table, "schema") or not hasattr(table, "merge_insert"):
+        raise InputError(f"table must be a LanceDB table, got {type(table).__name__}; open one with open_table")
+
+
 def _column_metadata(table, column):
     "Metadata of a column as texts."
+    _check_table(table)
     if column not in table.schema.names:
         raise InputError(f"the table has no column {column!r}, only {', '.join(table.schema.names)}; migrate first")
     return {k.decode(): v.decode() for k, v in (table.schema.field(column).metadata or {}).items()}
@@ -100,13 +115,14 @@ def _update_metadata(table, column, **metadata):
 
 def _check_columns(table, id_column, vector_column, dim):
     "Raise `InputError` unless the table has both columns, and vectors of `dim` numbers."
+    _check_table(table)
     names = table.schema.names
     if vector_column not in names or id_column not in names:
         raise InputError(
             f"the table must have the columns {id_column!r} and {vector_column!r}, got {', '.join(names)}; "
             "name others with id_column= and vector_column="
         )
-    width = table.schema.field(vector_column).type.list_size
+    width = _vector_width(table, vector_column)
     if width != dim:
         raise InputError(
             f"{vector_column!r} must have {dim} numbers per row, as the adapter expects, got {width}; "
@@ -141,12 +157,13 @@ def migrate_table(
     "Write adapted vectors into a second column; the same call resumes after a kill."
     import pyarrow as pa
 
+    batch_size = check_positive_int(batch_size, "batch_size")
+    remaining = np.inf if max_rows is None else check_positive_int(max_rows, "max_rows", minimum=0)
     m = as_transform(adapter)
     column = f"adapted_{m.fingerprint[:12]}"
     _check_columns(table, id_column, vector_column, m.input_dim)
     if column not in table.schema.names:
         _add_adapted_column(table, column, m, id_column, vector_column)
-    remaining = np.inf if max_rows is None else max_rows
     while remaining > 0:
         query = table.search().where(f"{column} IS NULL AND {vector_column} IS NOT NULL")
         rows = query.select([id_column, vector_column]).limit(int(min(batch_size, remaining))).to_arrow()
@@ -180,6 +197,19 @@ def active_column(
     return _column_metadata(table, vector_column).get("ega_serves", vector_column)
 
 # %% ../nbs/library/25_lance.ipynb #adaptedtable
+def _check_names(table, columns):
+    "Raise `InputError` for a column that a table does not have."
+    _check_table(table)
+    if missing := [column for column in columns if column not in table.schema.names]:
+        raise InputError(f"the table has no column {missing[0]!r}, only {', '.join(table.schema.names)}")
+
+
+def _check_condition(where):
+    "Raise `InputError` unless a condition is a text or missing."
+    if where is not None and (not isinstance(where, str) or not where.strip()):
+        raise InputError(f"where must be an SQL condition such as \"split = 'test'\", got {where!r}")
+
+
 class AdaptedTable:
     "A LanceDB table that adapts raw queries and searches the active column."
 
@@ -193,6 +223,7 @@ class AdaptedTable:
     ):
         self.table, self.adapter, self.id_column = table, as_transform(adapter), id_column
         self.column = active_column(table, vector_column)
+        _check_names(table, [id_column])
         if self.column == vector_column:
             raise InputError(
                 f"the active column is {vector_column!r}, which holds raw vectors; call migrate_table and activate "
@@ -217,11 +248,20 @@ class AdaptedTable:
         "The nearest rows of each query as a table, sorted by query and distance."
         import pyarrow as pa
 
+        _check_names(self.table, columns or [])
+        _check_condition(where)
         z = self.adapter.transform(check_embeddings(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
         query = query.limit(check_positive_int(k, "k")).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
-        found = (query.nprobes(nprobes) if nprobes else query).to_arrow()
+        query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
+        try:
+            found = query.to_arrow()
+        except ValueError as error:
+            raise InputError(
+                f"where={where!r} must be an SQL condition on the columns {', '.join(self.table.schema.names)}; "
+                f"LanceDB says: {short_error(error)}"
+            ) from error
         if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
             found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
         return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))

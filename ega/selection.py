@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'resolve_candidate',
            'leave_classes_out', 'FitProgress', 'compare_on_fold', 'score_candidates', 'pick_candidate', 'Selection',
-           'build_cv_results', 'select_adapter']
+           'build_cv_results', 'check_settings', 'select_adapter']
 
 # %% ../nbs/library/21_selection.ipynb #074431df
 import threading
@@ -23,9 +23,19 @@ from joblib import Parallel, delayed, effective_n_jobs
 from threadpoolctl import threadpool_limits
 
 from .adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, scale_residual, transform
-from .arrays import InputError, check_embeddings, check_labels, check_positive_int, check_unit_norm, spawn_rngs
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_labels,
+    check_number,
+    check_positive_int,
+    check_unit_norm,
+    pick_device,
+    spawn_rngs,
+)
+from .config import MethodConfig, build_method_config
 from .evaluation import label_hits, rows_with_classmate
-from .methods import MethodConfig, build_method_config, check_loss, fit_adapter
+from .methods import check_loss, fit_adapter
 from .packs import row_split
 from .statistics import cluster_bootstrap_means
 
@@ -51,7 +61,7 @@ def resolve_candidate(
     if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
         raise InputError(
             f"candidate {name!r} must come with a MethodConfig, got {type(config).__name__}; "
-            "see ega.methods.build_method_config"
+            "see ega.config.build_method_config"
         )
     return Candidate(str(name), MethodConfig(config.adapter, config.loss, config.train, config.seed))
 
@@ -350,21 +360,26 @@ def build_cv_results(
     return results | {"safety_check": table.safety_check.to_numpy(dtype=object), "rank": rank}
 
 # %% ../nbs/library/21_selection.ipynb #checked
-def _check_settings(max_unseen_loss, confidence, candidates, strengths, n_folds, n_jobs):
-    "Raise InputError for a setting of select_adapter that is out of range."
-    if not max_unseen_loss >= 0:
-        raise InputError(
-            f"max_unseen_loss must be >= 0 points of LP@1, got {max_unseen_loss!r}; "
-            "1 allows unseen classes to lose one point"
-        )
-    if not 0.5 <= confidence < 1:
-        raise InputError(f"confidence must lie in [0.5, 1), got {confidence!r}; 0.95 is usual")
+def check_settings(
+    *,
+    max_unseen_loss: Any,
+    confidence: Any,
+    candidates: Any,
+    strengths: Any,
+    n_folds: Any,
+    n_jobs: Any,
+) -> None:
+    "Raise `InputError` for a setting of `select_adapter` of another type or out of range."
+    check_number(max_unseen_loss, "max_unseen_loss (points of LP@1)", minimum=0)
+    check_number(confidence, "confidence", minimum=0.5, below=1)
     if isinstance(candidates, str):
         raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
-    if not np.ndim(strengths) or not len(strengths) or not all(0 < s <= 1 for s in strengths):
-        raise InputError(
-            f"strengths must be one number or more in (0, 1], got {strengths!r}; use (1.0,) for full alone"
-        )
+    if not isinstance(candidates, (list, tuple)):
+        raise InputError(f"candidates must be a list of methods, got {candidates!r}")
+    if np.ndim(strengths) != 1 or not len(strengths):
+        raise InputError(f"strengths must be a list of numbers in (0, 1], got {strengths!r}; use (1.0,) for full alone")
+    for strength in strengths:
+        check_number(strength, "each of strengths", above=0, maximum=1)
     check_positive_int(n_folds, "n_folds", minimum=2)
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, (int, np.integer)) or n_jobs == 0):
         raise InputError(f"n_jobs must be None or an integer other than 0, got {n_jobs!r}; -1 uses all cores")
@@ -455,7 +470,7 @@ def select_adapter(
     y : ndarray of shape (n,), int
         Class labels. Rows labelled -1 are not used.
     candidates : sequence of str or (str, MethodConfig), default=("wccn", "whitened_nca")
-        Methods to compare: keys of `ega.methods.METHODS`, or a name of your own with a configuration.
+        Methods to compare: keys of `ega.config.METHODS`, or a name of your own with a configuration.
     max_unseen_loss : float, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0.
     confidence : float, default=0.95
@@ -523,7 +538,17 @@ def select_adapter(
     1    wccn       0.5         pass
     2    wccn       1.0         pass
     """
-    _check_settings(max_unseen_loss, confidence, candidates, strengths, n_folds, n_jobs)
+    check_settings(
+        max_unseen_loss=max_unseen_loss,
+        confidence=confidence,
+        candidates=candidates,
+        strengths=strengths,
+        n_folds=n_folds,
+        n_jobs=n_jobs,
+    )
+    max_rows = check_positive_int(max_rows, "max_rows")
+    if device is not None:
+        pick_device(device)
     rngs = spawn_rngs(random_state)
     x, y = _labelled_rows(x, y, max_rows, rngs.split)
     resolved = _resolve_candidates(candidates, random_state)

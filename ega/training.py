@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['LossOutput', 'PROXY_LR_MULTIPLIER', 'Objective', 'pairwise_objective', 'batch_triplet_objective',
-           'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'field_omitted_at_default',
-           'config_to_dict', 'TrainConfig', 'lr_factor', 'TrainHistory', 'save_checkpoint', 'load_checkpoint', 'train',
-           'train_many']
+           'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'lr_factor', 'TrainHistory',
+           'save_checkpoint', 'load_checkpoint', 'train', 'train_many']
 
 # %% ../nbs/library/16_training.ipynb #b180ea7d
 import copy
@@ -14,11 +13,10 @@ import json
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import cos, pi
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +26,11 @@ from ega.arrays import (
     Rngs,
     check_embeddings,
     check_labels,
-    check_positive_int,
     check_unit_norm,
     pick_device,
     torch_generator,
 )
+from .config import TrainConfig, config_to_dict
 from .files import READ_ERRORS, atomic_write, hash_arrays, short_error
 from .losses import displacement_penalty, triplet_violations
 from ega.sparsity import (
@@ -188,50 +186,6 @@ def with_displacement_penalty(
         return output._replace(loss=output.loss + lam * displacement_penalty(output.z, x[rows]))
 
     return Objective(step, objective.draw, objective.parameters)
-
-# %% ../nbs/library/16_training.ipynb #later
-def field_omitted_at_default(
-    default: Any,  # the value that configurations stored before the field existed stand for
-) -> Any:  # dataclass field
-    "A field added to a configuration after runs were stored; `config_to_dict` omits it while it has its default."
-    return field(default=default, metadata={"later": True})
-
-
-def config_to_dict(
-    config: Any,  # a configuration, possibly with others nested in it
-) -> Any:  # nested dictionary of plain values
-    "A configuration as plain data, from which a run's identifier is computed and which is stored with its results."
-    if not is_dataclass(config):
-        return config
-    values = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if not (f.metadata.get("later") and value == f.default):
-            values[f.name] = config_to_dict(value)
-    return values
-
-# %% ../nbs/library/16_training.ipynb #trainconfig
-@dataclass(frozen=True)
-class TrainConfig:
-    "Settings of AdamW training; the defaults are the paper's, except `epochs`, which it does not state."
-
-    epochs: int = 150  # passes over the rows
-    batch_size: int = 256  # anchors a step
-    lr: float = 1e-4  # of AdamW
-    weight_decay: float = 1e-4
-    schedule: str = field_omitted_at_default(
-        "cosine"
-    )  # of the learning rate, one step per epoch: "cosine" to 0, or "constant"
-
-    def __post_init__(self):
-        check_positive_int(self.epochs, "TrainConfig.epochs")
-        check_positive_int(self.batch_size, "TrainConfig.batch_size", minimum=2)
-        for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise InputError(f"TrainConfig.{name} must be >= 0, got {value!r}")
-        if self.schedule not in ("cosine", "constant"):
-            raise InputError(f"TrainConfig.schedule must be 'cosine' or 'constant', got {self.schedule!r}")
 
 # %% ../nbs/library/16_training.ipynb #cosine
 def lr_factor(

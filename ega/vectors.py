@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arrays import InputError, as_unit_rows, has_unit_norm, parse_label_fields
-from .files import READ_ERRORS, open_npy, read_csv_columns, read_npz, short_error
+from .files import READ_ERRORS, check_path, open_npy, read_csv_columns, read_npz, short_error
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
 if TYPE_CHECKING:
@@ -34,20 +34,26 @@ class VectorFile(NamedTuple):
     pack: dict[str, Any] | None  # metadata if the file is a pack
 
 
-def _iter_npy_blocks(path, dtype, offset, shape, first, size):
-    "Yield blocks of rows of a .npy file as they are stored."
+def _read_numbers(f, path, dtype, offset, count):
+    "Read numbers at an offset of an open file, or raise `InputError` if it ends before them."
+    f.seek(offset)
+    numbers = np.fromfile(f, dtype, count)
+    if len(numbers) < count:
+        raise InputError(f"{path}: the file ends too early; it was shortened while it was read: run again")
+    return numbers
+
+
+def _iter_npy_blocks(path, dtype, offset, shape, is_fortran, first, size):
+    "Yield blocks of rows of a .npy file, whose numbers are stored row by row or, in Fortran order, column by column."
     n, d = shape
     with open(path, "rb") as f:
-        f.seek(offset + first * d * dtype.itemsize)
         for start in range(first, n, size):
-            count = min(size, n - start) * d
-            numbers = np.fromfile(f, dtype, count)
-            if len(numbers) < count:
-                row = start + len(numbers) // d
-                raise InputError(
-                    f"{path}: the file ends within row {row}; it was shortened while it was read: run again"
-                )
-            yield numbers.reshape(-1, d)
+            count = min(size, n - start)
+            if is_fortran:
+                starts = [offset + (column * n + start) * dtype.itemsize for column in range(d)]
+                yield np.stack([_read_numbers(f, path, dtype, at, count) for at in starts], 1)
+            else:
+                yield _read_numbers(f, path, dtype, offset + start * d * dtype.itemsize, count * d).reshape(-1, d)
 
 
 def open_npy_vectors(
@@ -69,14 +75,13 @@ def open_npy_vectors(
             f"{path}: expected {dim} columns, as the adapter has, got {header.shape[1]}; "
             "use vectors from the same encoder"
         )
-    if not header.flags.c_contiguous:
-        raise InputError(f"{path}: expected rows one after the other, got Fortran order; save np.ascontiguousarray(x)")
     assert isinstance(header, np.memmap)  # open_npy maps every array that is not empty
     expected_size = header.offset + header.nbytes
     size = path.stat().st_size
     if size != expected_size:
         raise InputError(f"{path}: expected {expected_size} bytes, got {size}; copy or save it again")
-    read_blocks = partial(_iter_npy_blocks, path, header.dtype, header.offset, header.shape)
+    is_fortran = not header.flags.c_contiguous
+    read_blocks = partial(_iter_npy_blocks, path, header.dtype, header.offset, header.shape, is_fortran)
     return VectorFile(path, len(header), read_blocks, None, None)
 
 # %% ../nbs/library/05_vectors.ipynb #iter-tables
@@ -148,7 +153,8 @@ def _find_vector_column(
         return "code", meta
     found = [f.name for f in schema if _is_vector_type(f.type)]
     if column is None and len(found) != 1:
-        advice = "name one with column=" if found else "write the vectors as lists of float32"
+        wide = 'pd.DataFrame({"vector": list(df.to_numpy("float32"))})'
+        advice = "name one with column=" if found else f"make one of a float column for each dimension with {wide}"
         raise InputError(f"{path}: expected one column of float lists, found {', '.join(found) or 'none'}; {advice}")
     name = found[0] if column is None else column
     if schema.names.count(name) != 1:
@@ -212,10 +218,12 @@ def open_vectors(
     column: str | None = None,  # Parquet: column of vectors; None: `code` of a pack, else the only one
 ) -> VectorFile:
     "Open a file of vectors and check what its header states, or raise `InputError`."
-    path = Path(path)
+    path = check_path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected .npy, .parquet or a folder of them")
     if path.suffix == ".npy":
+        if column is not None:
+            raise InputError(f"{path}: a .npy file has no columns, got column {column!r}; leave out column= (--column)")
         return open_npy_vectors(path, dim)
     if path.suffix != ".parquet":
         raise InputError(f"{path}: expected the ending .npy or .parquet, got {path.suffix!r}; rename or convert it")
@@ -298,7 +306,7 @@ def read_embeddings(
     column: str | None = None,  # Parquet: column of vectors; .npz, .safetensors: name of the matrix
 ) -> tuple[np.ndarray, np.ndarray | None]:  # (n, d) floats, memory-mapped for .npy; (n,) class names of a pack
     "Read a stored matrix, and the labels of a pack as class names, or raise `InputError`."
-    path = Path(path)
+    path = check_path(path)
     if path.suffix in (".npz", ".safetensors"):
         return _read_archive_matrix(path, column), None
     vectors = open_vectors(path, column=column)

@@ -217,7 +217,8 @@ def _ega_training_job(size, folder, build_objective):
 
     from ega.adapters import ReleasedEGA
     from ega.arrays import spawn_rngs
-    from ega.training import TrainConfig, train
+    from ega.config import TrainConfig
+    from ega.training import train
 
     start, current = benchmark_data(size, folder), SimpleNamespace()
     x, y, objective = start.x.numpy(), start.y.numpy(), build_objective(start)

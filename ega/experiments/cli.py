@@ -175,8 +175,8 @@ def _find_stored_run(folder, run_id):
 
 def _rerun(args):
     "Train one stored run again and compare its digits."
+    from ega.config import parse_config
     from ega.experiments.runs import RunConfig, platform_tag, run_experiment, use_one_thread
-    from ega.methods import parse_config
 
     root = find_repository()
     experiment, stored = _find_stored_run(Path(args.results or root / "data/results"), args.run_id)

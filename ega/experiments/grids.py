@@ -18,10 +18,10 @@ import pandas as pd
 
 import ega
 from ..arrays import InputError, defer_sigint, usable_cores
+from ..config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 from .protocols import MAIN_BENCHMARKS
 from .runs import build_config, run_experiment, use_one_thread
 from ..files import atomic_write, file_lock, read_csv_columns, short_error
-from ..methods import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 from ..packs import open_parquet
 from ..transform import ray_cluster
 

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import InputError
+from ..config import METHODS, TrainConfig
 from .grids import run_grid
 from ega.experiments.protocols import (
     PAPER_BENCHMARKS,
@@ -30,10 +31,8 @@ from ega.experiments.protocols import (
 )
 from .runs import RunConfig
 from ..files import read_csv_columns
-from ..methods import METHODS
 from ..packs import path_of_pack
 from ..statistics import bootstrap, bootstrap_worst
-from ..training import TrainConfig
 
 # %% ../../nbs/experiments/04_published.ipynb #read-published
 _NUMBER_FORMS = {

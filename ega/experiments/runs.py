@@ -23,12 +23,12 @@ import torch
 import ega
 from ..adapters import interpolate, transform
 from ..arrays import InputError, spawn_rngs
+from ..config import METHODS, AdapterConfig, LossConfig, TrainConfig, config_to_dict
 from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
-from ..methods import METHODS, AdapterConfig, LossConfig, fit_method
+from ..methods import fit_method
 from ..metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..packs import row_split
 from ..search import Neighbours, ivf_sweep, knn, loo_knn
-from ..training import TrainConfig, config_to_dict
 
 # %% ../../nbs/experiments/02_runs.ipynb #runconfig
 @dataclass(frozen=True)

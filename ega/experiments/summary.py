@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import InputError
+from ..config import METHODS
 from .protocols import BENCHMARKS
-from ..methods import METHODS
 from ..statistics import cluster_bootstrap_means
 
 # %% ../../nbs/experiments/05_summary.ipynb #check-comparable

@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import InputError
+from ..config import uses_gradient_training
 from .grids import GRIDS, read_results
 from .plots import METHOD_STYLES
 from ..files import atomic_write, read_json
-from ..methods import uses_gradient_training
 
 # %% ../../nbs/experiments/06_tables.ipynb #8cc02cd2
 def format_percentage_points(

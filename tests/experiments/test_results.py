@@ -8,14 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ega.config import METHODS, AdapterConfig, LossConfig, TrainConfig, parse_config
 from ega.experiments import runs
 from ega.experiments.cli import RERUN_TOLERANCE
 from ega.experiments.grids import GRIDS, read_results
 from ega.experiments.protocols import load_embedding_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
-from ega.methods import METHODS, AdapterConfig, LossConfig, parse_config
-from ega.training import TrainConfig
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")

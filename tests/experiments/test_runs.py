@@ -17,12 +17,13 @@ from test_benchmarks import alive, children
 
 from ega import search
 from ega.arrays import InputError, normalize
+from ega.config import METHODS, parse_config
 from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
 from ega.experiments.runs import RunConfig, build_config, run_experiment
 from ega.experiments.summary import choose_settings, format_summary, provenance, summarize
-from ega.methods import METHODS, fit_method, parse_config
+from ega.methods import fit_method
 from ega.metrics import cosine_std_of_negative_pairs
 from ega.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.testing import simplex_vertices
@@ -95,7 +96,7 @@ def test_run_id_covers_the_whole_configuration():
 def test_unknown_names_are_refused(packs):
     for change, words in (
         (dict(benchmark="x"), "benchmark must be one of"),
-        (dict(method="x"), "method must be one of"),
+        (dict(method="x"), "method must be a key of"),
         (dict(method="supcon tau=warm"), "name=number, got 'tau=warm'"),
         (dict(method="supcon tau"), "name=number"),
     ):

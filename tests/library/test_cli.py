@@ -247,7 +247,7 @@ def test_embed_of_a_public_set_by_name(tmp_path):
     for wrong, words in (
         (("embed", "--encoder", "x"), "neither"),
         (("embed", "sets", "--dataset", "pet", "--encoder", "x"), "both"),
-        (("embed", "--dataset", "mnist", "--encoder", "x"), "got 'mnist'"),
+        (("embed", "--dataset", "mnist", "--encoder", "timm:x"), "got 'mnist'"),
     ):
         failed = run(*wrong, cwd=tmp_path)
         assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr
@@ -305,7 +305,7 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
         assert call("migrate", "a.safetensors", place, "--activate", "vector")[0] == 0 and call(*search)[0] == 2
     else:
         assert call(*search, "--where", "x = 1")[0] == 2
-        assert call("migrate", "a.safetensors", place)[0] == 2  # needs --vectors
+        assert "--vectors" in call("migrate", "a.safetensors", "other")[2]
     assert call(*migrate, "--activate", "nonsense")[0] == 2
 
 
@@ -496,3 +496,338 @@ def test_labels_that_cannot_be_meant_are_refused(args, words, labelled, tmp_path
     Path("short.csv").write_text("3\n7\n")
     code, _, err = call("fit", *args, "-o", "a")
     assert code == 2 and words in err and not Path("a").exists()
+
+
+def write_data():
+    "Embeddings and labels of 12 classes, a pack, an adapter and files of the wrong kind, in the working folder."
+    rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
+    x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
+    np.save("x.npy", x)
+    np.save("y.npy", y)
+    np.save("short.npy", y[1:])
+    np.save("text.npy", np.array(["a"] * 120))
+    Path("y.csv").write_text("label\n" + "\n".join(map(str, y)))
+    pd.DataFrame({"v": list(x), "n": y}).to_parquet("x.parquet")
+    pd.DataFrame(x, columns=[f"d{i}" for i in range(8)]).to_parquet("wide.parquet")
+    write_pack(made_pack(), "rows.parquet", dtype="float32")
+    save_adapter(LinearAdapter(8), "a.safetensors")
+    Path("there").mkdir()
+    Path("there/file").write_text("kept")
+    Path("taken.html").write_text("kept")
+    Path("versions").mkdir()
+    Path("t.lance").mkdir()
+    return x, y
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    "The data of `write_data`, in a working folder of its own."
+    monkeypatch.chdir(tmp_path)
+    return write_data()
+
+
+WRONG = {  # arguments: words of the message
+    "fit missing.npy y.npy -o out": "missing.npy: no such file; expected .npy, .npz, .safetensors or .parquet",
+    "fit x.npy missing.csv -o out": "missing.csv: no such file; expected a file of labels",
+    "fit x.npy short.npy -o out": "y must have one label per row: 120 rows, 119 labels",
+    "fit x.npy x.npy -o out": "y must have shape (n,)",
+    "fit x.npy y.csv --label-column class -o out": "expected a column 'class', the columns are label",
+    "fit x.npy y.npy --column v -o out": "a .npy file has no columns, got column 'v'; leave out column= (--column)",
+    "fit x.parquet y.npy --column n -o out": "column 'n' must hold lists of floats, got int64; candidates: v",
+    "fit wide.parquet y.npy -o out": "make one of a float column for each dimension with pd.DataFrame(",
+    "fit x.npy y.npy -o there": "there exists already; choose another name, or pass overwrite=True (--overwrite)",
+    "fit x.npy y.npy -o x.npy": "x.npy is a file, expected a folder",
+    "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
+    "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
+    "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
+    "fit x.npy y.npy -o out --method ?": "such as wccn, lda, whitened_nca; got '?'",
+    "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
+    "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
+    "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
+    "fit x.npy y.npy -o out --max-unseen-loss=-1": "value must be a finite number >= 0, got -1.0",
+    "fit x.npy y.npy -o out --confidence 1": "value must be a finite number >= 0.5 and < 1, got 1.0",
+    "fit x.npy y.npy -o out --n-jobs 0": "value must be an integer >= 1, got 0",
+    "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
+    "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",
+    "evaluate a.safetensors missing.npy y.npy": "missing.npy: no such file",
+    "evaluate there x.npy y.npy": "there: no such adapter",
+    "report a.safetensors x.npy y.npy -o r.pdf": "r.pdf: expected a file ending in .html or .md, got '.pdf'",
+    "report a.safetensors x.npy y.npy -o taken.html": "taken.html exists already",
+    "report a.safetensors x.npy y.npy -o there": "there is a folder, expected a file ending in .html or .md",
+    "report a.safetensors x.npy y.npy --show missing": "missing: no such file; expected a folder of images",
+    "transform none x.npy -o z.npy": "none: no such adapter",
+    "transform a.safetensors missing.npy -o z.npy": "missing.npy: no such file",
+    "transform a.safetensors x.npy -o y.npy": "y.npy exists already; remove it or choose another target",
+    "transform a.safetensors x.npy -o z.parquet": "z.parquet: expected a file ending in .npy, got '.parquet'",
+    "transform a.safetensors x.npy -o z.npy --threads 0": "value must be an integer >= 1, got 0",
+    "transform a.safetensors x.npy -o z.npy --column v": "a .npy file has no columns",
+    "transform a.safetensors x.npy -o z.npy --device cuda --threads 2": "--threads has no effect with --device cuda",
+    "transform a.safetensors x.npy -o z.npy --device gpu": "got 'gpu'",
+    "migrate a.safetensors other": "other: no such file; expected a LanceDB table",
+    "migrate a.safetensors t.lance --index-factory Flat": "--index-factory has no effect for a LanceDB table",
+    "migrate a.safetensors t.lance --normalize": "--normalize has no effect for a LanceDB table",
+    "migrate a.safetensors versions --vectors x.npy --activate v1": "--vectors has no effect with --activate v1",
+    "search a.safetensors versions x.npy --where n=1": "--where has no effect for a FAISS index",
+    "search a.safetensors versions x.npy -k 0": "value must be an integer >= 1, got 0",
+    "search a.safetensors versions x.npy --column v": "a .npy file has no columns",
+    "search a.safetensors versions x.npy --encoder timm:x --column v": "--column has no effect with --encoder",
+    "search a.safetensors versions x.npy --encoder nothing": "encoder must be one of",
+    "search a.safetensors nowhere x.npy": "nowhere: no such file",
+    "embed there --encoder nothing": "encoder must be one of",
+    "embed there --encoder missing.onnx": "missing.onnx: no such ONNX file",
+    "embed there --encoder timm:x --splits train": "--splits has no effect without --dataset",
+    "embed there --encoder timm:x --seed 3": "--seed has no effect without --per-class",
+    "embed there --encoder timm:x -o x.npy/y.parquet": "x.npy is a file; choose another folder",
+    "embed missing --encoder timm:x": "missing: no such file",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    "Exit code, message and heavy packages loaded so far for each wrong command, in one process; and changed files."
+    for package in ("faiss", "lancedb", "timm", "onnxruntime", "jinja2", "matplotlib"):
+        importlib.util.find_spec(package) or pytest.skip(f"needs {package}")
+    folder = tmp_path_factory.mktemp("wrong")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_data()
+    code = """if True:
+        import contextlib, io, json, sys
+        from ega.cli import main
+        for command in json.load(sys.stdin):
+            with contextlib.redirect_stderr(io.StringIO()) as message:
+                try:
+                    exit_code = main(command.split())
+                except SystemExit as error:
+                    exit_code = error.code
+            heavy = sorted({"torch", "sklearn"} & set(sys.modules))
+            print(json.dumps([exit_code, " ".join(message.getvalue().split()), heavy]))"""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(list(WRONG)),
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    return dict(zip(WRONG, map(json.loads, done.stdout.splitlines()), strict=True)), before, after
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_mistake_is_found_before_torch_is_loaded(command, refused):
+    exit_code, message, heavy = refused[0][command]
+    assert WRONG[command] in message and exit_code == 2 and heavy == []
+
+
+def test_a_mistake_changes_no_file(refused):
+    _, before, after = refused
+    assert before == after
+
+
+def test_a_device_that_is_not_there_is_found_before_the_files_are_read(data, call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cli, "_read_inputs", None)
+    code, _, message = call("fit", "x.npy", "y.npy", "-o", "out", "--device", "cuda")
+    assert code == 2 and "torch finds no CUDA device; use device='cpu'" in message and not Path("out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_fit(data, call, monkeypatch):
+    from ega import files
+
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(cli, "_read_inputs", None)
+    for args in (("fit", "x.npy", "y.npy", "-o", "out"), ("report", "a.safetensors", "x.npy", "y.npy")):
+        code, _, message = call(*args)
+        assert code == 2 and "is read-only; choose another folder" in message
+
+
+@pytest.mark.parametrize(
+    "package, extra, command",
+    [
+        ("jinja2", "report", "report a.safetensors x.npy y.npy"),
+        ("matplotlib", "report", "report a.safetensors x.npy y.npy"),
+        ("lancedb", "deploy", "migrate a.safetensors t.lance"),
+        ("lancedb", "deploy", "search a.safetensors t.lance x.npy"),
+        ("faiss", "cpu", "migrate a.safetensors versions"),
+        ("faiss", "cpu", "search a.safetensors versions x.npy"),
+        ("timm", "encoders", "embed there --encoder timm:x"),
+        ("open_clip", "encoders", "embed there --encoder clip-vit-b32"),
+        ("sentence_transformers", "offline", "embed there --encoder all-MiniLM-L6-v2"),
+        ("ray", "ray", "transform a.safetensors there -o z --ray"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_work(package, extra, command, data, call, monkeypatch):
+    from ega import arrays
+
+    def find(name):
+        return None if name == package else True
+
+    monkeypatch.setattr(arrays.importlib.util, "find_spec", find)
+    monkeypatch.setattr(cli, "_read_inputs", None)
+    code, _, message = call(*command.split())
+    assert code == 1 and f"this needs the package {package!r}" in message and f"pip install 'ega[{extra}]'" in message
+
+
+@pytest.mark.parametrize(
+    "command, extras",
+    [
+        ("report", ["report"]),
+        ("embed", ["encoders", "offline"]),
+        ("transform", ["ray"]),
+        ("migrate", ["deploy", "cpu"]),
+        ("search", ["deploy", "cpu"]),
+        ("completion", ["completion"]),
+        ("fit", []),
+        ("evaluate", []),
+    ],
+)
+def test_help_names_the_extras_of_a_command(command, extras, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"'ega[{extra}]'" in text for extra in extras) and ("pip install" in text) == bool(extras)
+
+
+def test_a_report_is_replaced_only_with_overwrite(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "adapter", "--method", "wccn", "--quiet")[0] == 0
+    report = ("report", "adapter", "x.npy", "y.npy", "-o", "page.md")
+    assert call(*report)[0] == 0
+    page = Path("page.md").read_text()
+    assert call(*report)[0] == 2 and Path("page.md").read_text() == page
+    assert call(*report, "--overwrite")[0] == 0
+
+
+def strict(text):
+    "JSON without NaN and Infinity."
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_has_no_nan_and_no_infinity(data, call):
+    "Also where the frozen embeddings are selected, and where a table has missing values."
+    np.save("seen.npy", data[1] % 6)
+    assert strict(call("fit", "x.npy", "seen.npy", "-o", "frozen", "--json", "--quiet")[1])["frozen"]
+    assert strict(call("fit", "x.npy", "y.npy", "-o", "adapter", "--method", "wccn", "--json", "--quiet")[1])
+    assert strict(call("evaluate", "frozen", "x.npy", "y.npy", "--json")[1])
+    assert strict(call("report", "adapter", "x.npy", "y.npy", "-o", "r.md", "--json")[1])
+    for name in ("frozen", "adapter"):
+        strict(Path(name, "adapter.json").read_text())
+
+
+def test_a_second_fit_into_a_folder_is_refused_while_the_first_works(data, call, monkeypatch):
+    second = []
+
+    def fit(args):
+        second.append(subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True))
+
+    command = [sys.executable, "-m", "ega", "fit", "x.npy", "y.npy", "-o", "out", "--quiet"]
+    monkeypatch.setattr(cli, "_fit", fit)
+    assert call(*command[3:])[0] == 0
+    assert second[0].returncode == 2 and "being written by another process; wait for it" in second[0].stderr
+    assert not Path("out").exists()  # this fit wrote nothing
+
+
+def test_the_message_after_ctrl_c_in_a_fit_is_true(data, call, monkeypatch):
+    "Before the adapter is saved nothing is left and the same command works; afterwards the message says so."
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    fit = ("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--json", "--quiet")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_read_inputs", interrupt)
+        code, _, message = call(*fit)
+        assert code == 130 and "interrupted; nothing was written; the same command starts anew" in message
+        assert not Path("out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "print", lambda *a, file=None: print(*a, file=file) if file else interrupt(), raising=False)
+        code, _, message = call(*fit)
+        assert code == 130 and "interrupted; out was written" in message
+    assert call("evaluate", "out", "x.npy", "y.npy")[0] == 0 and call(*fit)[0] == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
+    resumes = {"embed", "transform", "migrate"}
+    args = {"completion": ["bash"], "info": ["p"], "fit": ["x", "-o", "o"], "embed": ["x", "--encoder", "e"]}
+    args |= {"transform": ["a", "x", "-o", "z"], "migrate": ["a", "s"], "search": ["a", "s", "x"]}
+    parsed = cli.parser().parse_args([command, *args.get(command, ["a", "x"])])
+    assert hasattr(parsed, "interrupted") != (command in resumes)
+
+
+@pytest.mark.parametrize("args", ["--help", "fit --help", "info rows.parquet", "info rows.parquet --json"])
+def test_a_closed_pipe_ends_the_command_quietly(args, data):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ega", *args.split()]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode in (0, 141)
+
+
+def test_no_command_leaves_a_file_open(data):
+    "In the development mode of Python, where a file that is not closed is a warning."
+    pytest.importorskip("faiss")
+    pytest.importorskip("lancedb")
+    code = """if True:
+        import sys
+        from ega.cli import main
+        for line in sys.stdin.read().splitlines():
+            assert main(line.split()) == 0, line"""
+    commands = """fit x.npy y.csv -o f --method wccn --quiet
+        evaluate f x.npy y.csv
+        report f x.npy y.csv -o r.md
+        info rows.parquet
+        transform f x.npy -o z.npy --quiet
+        transform f rows.parquet -o z.parquet --quiet
+        migrate f versions --vectors rows.parquet --activate --quiet
+        search f versions rows.parquet -k 1
+        migrate f db/t.lance --vectors rows.parquet --activate --quiet
+        search f db/t.lance rows.parquet -k 1"""
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, input=commands, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [line for line in done.stderr.splitlines() if "ResourceWarning" in line]
+    assert not found, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("place", ("db/t.lance", "versions"), ids=("lancedb", "faiss"))
+def test_an_earlier_version_is_activated_without_the_vectors(place, store, call):
+    "By the earlier adapter, or by the name of its version; nothing is adapted again."
+    pytest.importorskip("lancedb" if place.endswith(".lance") else "faiss")
+    other = LinearAdapter(8)
+    with torch.no_grad():
+        other.weight.add_(0.2)
+    save_adapter(other, "b.safetensors")
+    versions = [
+        json.loads(call("migrate", a, place, "--vectors", "rows.parquet", "--activate", "--json", "--quiet")[1])[
+            "active"
+        ]
+        for a in ("a.safetensors", "b.safetensors")
+    ]
+    Path("rows.parquet").unlink()
+    code, out, message = call("migrate", "a.safetensors", place, "--activate", "--json")
+    assert code == 0 and json.loads(out)["active"] == versions[0] and json.loads(out)["rows"] == 60, message
+    code, out, message = call("migrate", "a.safetensors", place, "--activate", versions[1], "--json")
+    assert code == 0 and json.loads(out) == {
+        "version": versions[1],
+        "rows": 60,
+        "previous": versions[0],
+        "active": versions[1],
+    }
+    assert call("migrate", "a.safetensors", place, "--activate", "nothing")[0] == 2
+
+
+def test_a_wrong_condition_is_one_sentence(store, call):
+    pytest.importorskip("lancedb")
+    assert call("migrate", "a.safetensors", "db/t.lance", "--vectors", "rows.parquet", "--activate", "--quiet")[0] == 0
+    for where in ("nope = 1", "split =", "label"):
+        code, _, message = call("search", "a.safetensors", "db/t.lance", "rows.parquet", "--where", where)
+        assert code == 2 and f"where={where!r} must be an SQL condition on the columns id, label" in message
+        assert len(message.strip().splitlines()) == 1

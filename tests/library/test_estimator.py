@@ -5,6 +5,7 @@ import doctest
 import inspect
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -38,10 +39,11 @@ from ega.adapters import (
 )
 from ega.arrays import InputError, check_and_normalize, normalize
 from ega.cli import main
+from ega.config import build_method_config
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.experiments.runs import build_config, fit_and_return_transform
-from ega.methods import build_method_config, fit_adapter
+from ega.methods import fit_adapter
 from ega.packs import EmbeddingSet, write_pack
 from ega.report import write_report
 from ega.selection import Selection
@@ -456,8 +458,8 @@ def shorten_fit_rows(path):
         (lambda f: (f / "adapter.json").write_text("{"), "cannot be read"),
         (lambda f: (f / "adapter.json").write_text("[" * 10**5), "cannot be read"),
         (lambda f: (f / "adapter.json").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-        (lambda f: spoil(f, fingerprint="0" * 64), "other weights"),
-        (lambda f: spoil(f, n_features_in=3), "other weights"),
+        (lambda f: spoil(f, fingerprint="0" * 64), "changed after it was saved"),
+        (lambda f: spoil(f, n_features_in=3), "changed after it was saved"),
         (lambda f: spoil(f, settings={"method": "wccn", "steps": 3}), "unknown setting 'steps'"),
         (lambda f: spoil(f, settings={"candidates": [3]}), "cannot be read"),
         (lambda f: spoil(f, settings={"candidates": [{"name": 3, "config": {}}]}), "name is int"),
@@ -483,6 +485,73 @@ def test_damaged_files_are_named(fitted, tmp_path, harm, words):
     fitted[0].save(tmp_path / "a")
     harm(tmp_path / "a")
     with pytest.raises(InputError, match=words):
+        EmbeddingAdapter.load(tmp_path / "a")
+
+
+def leaves(value, path=()):
+    "The places of all values in JSON that hold no other values."
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [place for key, child in children for place in leaves(child, (*path, key))]
+    return found or [path]
+
+
+def test_every_value_of_a_description_is_covered_by_its_hash(fitted, tmp_path):
+    "Each value replaced by another one that JSON can hold, and each key removed."
+    fitted[0].save(tmp_path / "a")
+    path = tmp_path / "a/adapter.json"
+    text = path.read_text()
+    places = leaves(json.loads(text))
+    assert len(places) > 100
+    for place in places:
+        for change in ("other", "removed"):
+            values = json.loads(text)
+            parent = values
+            for key in place[:-1]:
+                parent = parent[key]
+            if change == "removed":
+                del parent[place[-1]]
+            else:
+                old = parent[place[-1]]
+                parent[place[-1]] = old + 1 if type(old) in (int, float) else "other" if old != "other" else 1
+            path.write_text(json.dumps(values))
+            with pytest.raises(InputError):
+                EmbeddingAdapter.load(tmp_path / "a")
+    path.write_text(json.dumps(json.loads(text), indent=3, sort_keys=True))  # the same values, written otherwise
+    assert np.array_equal(EmbeddingAdapter.load(tmp_path / "a").classes_, fitted[0].classes_)
+
+
+@pytest.mark.parametrize(
+    "part, change, words",
+    [
+        ("selection", {"strength": 7.5}, "strength must be a finite number >= 0 and <= 1, got 7.5"),
+        ("selection", {"strength": -0.1}, "strength must be"),
+        ("selection", {"confidence": 2.0}, "confidence must be"),
+        ("selection", {"max_unseen_loss": -1.0}, "max_unseen_loss must be"),
+        ("selection", {"n_classes": -1}, "n_classes must be"),
+        ("settings", {"cv": "x"}, "cv must be an integer >= 2, got 'x'"),
+        ("settings", {"strengths": [0.5, 7.5]}, "each of strengths must be"),
+        ("settings", {"random_state": 1.5}, "random_state must be"),
+        ("settings", {"confidence": None}, "confidence must be"),
+        (None, {"classes": [3, 1, 2]}, "distinct and in ascending order"),
+        (None, {"classes": [1, 1]}, "distinct and in ascending order"),
+    ],
+)
+def test_a_description_with_a_value_out_of_range_is_refused_even_with_its_hash(fitted, tmp_path, part, change, words):
+    fitted[0].save(tmp_path / "a")
+    path = tmp_path / "a/adapter.json"
+    values = json.loads(path.read_text())
+    (values if part is None else values[part]).update(change)
+    path.write_text(json.dumps(values | {"sha256": estimator._description_hash(values)}))
+    with pytest.raises(InputError, match=words):
+        EmbeddingAdapter.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_a_description_with_nan_is_no_json(fitted, tmp_path, number):
+    fitted[0].save(tmp_path / "a")
+    path = tmp_path / "a/adapter.json"
+    path.write_text(re.sub(r'"strength": [\d.]+', f'"strength": {number}', path.read_text(), count=1))
+    with pytest.raises(InputError, match=f"{number} is not JSON"):
         EmbeddingAdapter.load(tmp_path / "a")
 
 

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from ega import training
 from ega.arrays import InputError, check_labels, normalize, spawn_rngs
+from ega.config import METHODS, parse_config
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import RunConfig, build_config
 from ega.files import open_npy, read_csv_columns, read_npz
-from ega.methods import METHODS, parse_config
 from ega.metrics import ar_at_k, lp_at_k
 from ega.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, write_pack
 from ega.search import knn, loo_knn

@@ -13,7 +13,8 @@ import torch
 
 from ega import selection
 from ega.arrays import InputError, normalize, spawn_rngs
-from ega.methods import METHODS, fit_adapter
+from ega.config import METHODS
+from ega.methods import fit_adapter
 from ega.metrics import lp_at_k
 from ega.search import knn, loo_knn
 from ega.selection import (

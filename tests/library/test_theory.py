@@ -7,6 +7,7 @@ from torch import nn
 
 from ega.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, spawn_rngs, torch_generator
+from ega.config import TrainConfig
 from ega.losses import supcon, triplet_violations
 from ega.metrics import displacement
 from ega.sparsity import Triplets, dataset_triplets_from_numbers, index_rows_by_class
@@ -26,7 +27,7 @@ from ega.theory import (
     triplet_gradient_norms,
     triplet_gradients,
 )
-from ega.training import LossOutput, Objective, TrainConfig, dataset_triplet_objective, pairwise_objective, train
+from ega.training import LossOutput, Objective, dataset_triplet_objective, pairwise_objective, train
 
 
 def random_adapter(d=6, hidden=5, seed=0):

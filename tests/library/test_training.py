@@ -15,12 +15,12 @@ from test_losses import circle
 
 from ega.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.config import TrainConfig
 from ega.files import hash_arrays
 from ega.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repulsion, register_loss, supcon
 from ega.methods import LossConfig, build_objective
 from ega.sparsity import index_rows_by_class, random_dataset_triplets
 from ega.training import (
-    TrainConfig,
     _StackedRuns,
     batch_triplet_objective,
     dataset_triplet_objective,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +29,7 @@ from ega.experiments.grids import ResultStore, run_grid_ray
 from ega.experiments.runs import build_config, run_experiment
 from ega.packs import EmbeddingSet, read_pack, write_pack
 from ega.transform import transform_file, transform_ray
-from ega.vectors import open_vectors
+from ega.vectors import open_vectors, read_embeddings
 
 D = 16
 ONE = dict(device="cpu", threads=1)
@@ -598,7 +600,6 @@ def edited_npy(change):
         (lambda p: np.save(p, unit_rows(20)[0]), r"shape \(n, 16\)"),
         (lambda p: np.save(p, np.empty((0, 16), "f4")), "at least one row|cannot be read"),
         (lambda p: np.save(p, unit_rows(20, 15)), "expected 16 columns, as the adapter has, got 15"),
-        (lambda p: np.save(p, np.asfortranarray(unit_rows(20))), "Fortran order"),
         (lambda p: np.save(p, np.ones((20, 16), int)), "expected float16"),
         (lambda p: np.save(p, np.ones((20, 16), "c8")), "expected float16"),
         (lambda p: np.save(p, np.array([[None] * 16]), allow_pickle=True), "cannot be read"),
@@ -622,7 +623,7 @@ def table(**columns):
         (lambda p: p.write_bytes(b""), {}, "cannot be read"),
         (lambda p: p.write_bytes(b"PAR1" + os.urandom(500) + b"PAR1"), {}, "cannot be read"),
         (table(v=list_array(unit_rows(1)[:0])), {}, "at least one row"),
-        (table(a=[1, 2]), {}, "found none; write the vectors as lists"),
+        (table(a=[1, 2]), {}, "found none; make one of a float column"),
         (table(a=list_array(unit_rows(3)), b=list_array(unit_rows(3)), c=[1, 2, 3]), {}, "found a, b; name one"),
         (table(a=list_array(unit_rows(3))), dict(column="b"), "expected one column 'b', the columns are a"),
         (table(a=list_array(unit_rows(3)), c=[1, 2, 3]), dict(column="c"), "candidates: a"),
@@ -968,3 +969,33 @@ def test_run_grid_ray_equals_one_process(cluster, tmp_path):
             assert rows.lp_at_1[c.run_id, r.query_set] == r.lp_at_1 and np.array_equal(
                 rows.hit[c.run_id, r.query_set], r.hit
             )
+
+
+def test_a_fortran_order_file_gives_the_same_bytes(tmp_path, small_blocks):
+    x, adapter = unit_rows(3000), make_adapter()
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "f").mkdir()
+    np.save(tmp_path / "f/x.npy", np.asfortranarray(x))
+    for folder in (tmp_path, tmp_path / "f"):
+        transform_file(adapter, folder / "x.npy", folder / "z.npy", batch_size=50, **ONE)
+    assert (tmp_path / "z.npy").read_bytes() == (tmp_path / "f/z.npy").read_bytes()
+    read, _ = read_embeddings(tmp_path / "f/x.npy")
+    assert np.array_equal(read, x)
+
+
+def test_a_column_of_a_npy_file_is_refused(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(20))
+    for read in (open_vectors, read_embeddings):
+        with pytest.raises(InputError, match=r"a .npy file has no columns, got column 'v'; leave out column="):
+            read(tmp_path / "x.npy", column="v")
+
+
+def test_a_wide_parquet_file_is_refused_with_the_line_that_converts_it(tmp_path):
+    x = unit_rows(20)
+    df = pd.DataFrame(x, columns=[f"d{i}" for i in range(16)])
+    df.to_parquet(tmp_path / "wide.parquet")
+    with pytest.raises(InputError) as error:
+        open_vectors(tmp_path / "wide.parquet")
+    line = re.search(r"with (pd\.DataFrame\(.*\))$", str(error.value))[1]
+    eval(line).to_parquet(tmp_path / "lists.parquet")
+    assert np.array_equal(read_embeddings(tmp_path / "lists.parquet")[0], x)

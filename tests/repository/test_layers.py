@@ -12,7 +12,7 @@ package = Path(__file__).resolve().parents[2] / "ega"
 LIBRARY = [
     {"arrays"},
     {"files", "testing"},
-    {"packs", "adapters", "losses", "search", "statistics"},
+    {"packs", "adapters", "losses", "search", "statistics", "config"},
     {"vectors", "datasets", "sparsity", "metrics", "certificates"},
     {"encoders", "closed_form", "training", "transform"},
     {"embed", "methods", "theory"},
@@ -34,6 +34,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = [
     "arrays",
     "files",
+    "config",
     "packs",
     "datasets",
     "search",
