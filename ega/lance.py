@@ -210,6 +210,17 @@ def _check_condition(where):
         raise InputError(f"where must be an SQL condition such as \"split = 'test'\", got {where!r}")
 
 
+def _run_query(query, where, columns):
+    "Run a LanceDB query with a condition; raise `InputError` if LanceDB refuses the condition."
+    try:
+        return query.to_arrow()
+    except ValueError as error:
+        raise InputError(
+            f"where={where!r} must be an SQL condition on the columns {', '.join(columns)}; "
+            f"LanceDB says: {short_error(error)}"
+        ) from error
+
+# %% ../nbs/library/25_lance.ipynb #adaptedtable-class
 class AdaptedTable:
     "A LanceDB table that adapts raw queries and searches the active column."
 
@@ -255,13 +266,7 @@ class AdaptedTable:
         query = query.limit(check_positive_int(k, "k")).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
         query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
-        try:
-            found = query.to_arrow()
-        except ValueError as error:
-            raise InputError(
-                f"where={where!r} must be an SQL condition on the columns {', '.join(self.table.schema.names)}; "
-                f"LanceDB says: {short_error(error)}"
-            ) from error
+        found = _run_query(query, where, self.table.schema.names)
         if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
             found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
         return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))

@@ -23,7 +23,7 @@ import torch
 import ega
 from ..adapters import interpolate, transform
 from ..arrays import InputError, spawn_rngs
-from ..config import METHODS, AdapterConfig, LossConfig, TrainConfig, config_to_dict
+from ..config import METHODS, AdapterConfig, LossConfig, TrainConfig, check_method, config_to_dict
 from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
 from ..methods import fit_method
 from ..metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
@@ -92,10 +92,9 @@ def build_config(
     "The configuration of a method on a benchmark."
     method_name, *settings = method.split()
     get_benchmark(benchmark)  # raises InputError for an unknown key
-    for kind, key, known in (("method", method_name, METHODS), ("protocol", protocol, PROTOCOLS)):
-        if key not in known:
-            raise InputError(f"{kind} must be one of {', '.join(known)}; got {key!r}")
-    m = METHODS[method_name]
+    if protocol not in PROTOCOLS:
+        raise InputError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+    m = METHODS[check_method(method_name)]
     adapter = m.adapter
     if adapter.hidden:
         adapter = replace(adapter, hidden=hidden)

@@ -565,7 +565,6 @@ WRONG = {  # arguments: words of the message
     "transform a.safetensors x.npy -o z.npy --device gpu": "got 'gpu'",
     "migrate a.safetensors other": "other: no such file; expected a LanceDB table",
     "migrate a.safetensors t.lance --index-factory Flat": "--index-factory has no effect for a LanceDB table",
-    "migrate a.safetensors t.lance --normalize": "--normalize has no effect for a LanceDB table",
     "migrate a.safetensors versions --vectors x.npy --activate v1": "--vectors has no effect with --activate v1",
     "search a.safetensors versions x.npy --where n=1": "--where has no effect for a FAISS index",
     "search a.safetensors versions x.npy -k 0": "value must be an integer >= 1, got 0",

@@ -24,6 +24,16 @@ from torch.nn import functional as F
 from ega import EmbeddingAdapter, read_pack
 from ega.adapters import LinearAdapter
 from ega.arrays import InputError, check_and_normalize, encode_labels, spawn_rngs
+from ega.config import (
+    METHODS,
+    AdapterConfig,
+    LossConfig,
+    MethodConfig,
+    MethodPreset,
+    TrainConfig,
+    config_to_dict,
+    parse_config,
+)
 from ega.losses import (
     LOSSES,
     check_loss_options,
@@ -41,9 +51,9 @@ from ega.losses import (
     triplet,
     triplet_violations,
 )
-from ega.methods import METHODS, AdapterConfig, LossConfig, MethodConfig, MethodPreset, build_objective, parse_config
+from ega.methods import build_objective
 from ega.testing import EXAMPLES, circle_points
-from ega.training import TrainConfig, config_to_dict, pairwise_objective, train
+from ega.training import pairwise_objective, train
 
 root = Path(__file__).resolve().parents[2]
 A, D, B, E, P = (tuple(map(torch.tensor, EXAMPLES[k])) for k in "ADBEP")

@@ -12,8 +12,8 @@ package = Path(__file__).resolve().parents[2] / "ega"
 LIBRARY = [
     {"arrays"},
     {"files", "testing"},
-    {"packs", "adapters", "losses", "search", "statistics", "config"},
-    {"vectors", "datasets", "sparsity", "metrics", "certificates"},
+    {"packs", "adapters", "losses", "search", "statistics"},
+    {"vectors", "datasets", "sparsity", "metrics", "certificates", "config"},
     {"encoders", "closed_form", "training", "transform"},
     {"embed", "methods", "theory"},
     {"evaluation", "index"},
