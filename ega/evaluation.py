@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'knn_among_rows', 'LabelHits', 'label_hits', 'rows_with_classmate',
-           'LabelPrecisionChange', 'change_against_frozen', 'evaluate_embeddings', 'evaluate']
+           'LabelPrecisionChange', 'change_against_frozen', 'evaluate_embeddings', 'check_fitted', 'evaluate']
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-imports-code
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from .adapters import transform
-from .arrays import InputError, check_and_normalize, check_labels, encode_labels_with_missing
+from .arrays import InputError, check_and_normalize, check_labels, check_positive_int, encode_labels_with_missing
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -148,6 +148,18 @@ def _percent(values):
     return 100 * float(np.mean(values))
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-estimator-code
+def check_fitted(
+    estimator: Any,  # value to check
+) -> None:
+    "Raise `InputError` for anything but an `EmbeddingAdapter`, and `NotFittedError` for one that is not fitted."
+    from sklearn.base import BaseEstimator
+    from sklearn.utils.validation import check_is_fitted
+
+    if not isinstance(estimator, BaseEstimator):
+        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}")
+    check_is_fitted(estimator, "adapter_")
+
+
 def evaluate(
     estimator: Any, X: np.ndarray, y: np.ndarray, *, random_state: int = 0, confidence: float = 0.95
 ) -> pd.DataFrame:
@@ -207,9 +219,8 @@ def evaluate(
      unseen  unseen         20   100.0
      unseen   mixed         20    85.0
     """
-    from sklearn.utils.validation import check_is_fitted
-
-    check_is_fitted(estimator, "adapter_")
+    check_fitted(estimator)
+    check_positive_int(random_state, "random_state", minimum=0)
     x = check_and_normalize(X, estimator.n_features_in_)
     z = transform(estimator.adapter_, x, device=estimator.device)
     labels, seen = _labels_and_seen(y, estimator.classes_, len(x))

@@ -23,13 +23,14 @@ from ega.arrays import (
     check_and_normalize,
     check_embeddings,
     check_labels,
+    check_positive_int,
     check_unit_norm,
     encode_labels_with_missing,
     import_optional,
     spawn_rngs,
 )
-from .evaluation import EXTRA_NEIGHBOURS_FOR_TIES, change_against_frozen, knn_among_rows, label_hits
-from .files import atomic_write, hash_arrays
+from .evaluation import EXTRA_NEIGHBOURS_FOR_TIES, change_against_frozen, check_fitted, knn_among_rows, label_hits
+from .files import atomic_write, check_output, hash_arrays
 from .metrics import ar_at_k, displacement, lp_at_k
 from .search import ivf_sweep, knn
 
@@ -658,11 +659,13 @@ def write_comparison(
 # %% ../nbs/library/27_report.ipynb #estimator-report
 def _write_report(estimator, X, y, path, source, random_state):
     "See `write_report`."
-    from sklearn.utils.validation import check_is_fitted
-
     from ega.adapters import transform
 
-    check_is_fitted(estimator)
+    check_fitted(estimator)
+    check_positive_int(random_state, "random_state", minimum=0)
+    check_output(path, endings=(".html", ".md"), overwrite=True)
+    if source is not None and not hasattr(source, "ids"):
+        raise InputError(f"source must be a Source of ega.datasets, got {type(source).__name__}")
     x, (labels, classes) = check_and_normalize(X, estimator.n_features_in_), encode_labels_with_missing(y, len(X))
     is_training_data = hash_arrays(x, labels) == estimator.data_fingerprint_
     z = transform(estimator.adapter_, x, device=estimator.device)
