@@ -6,13 +6,13 @@
 __all__ = ['ADAPTER_TYPES', 'SparseGradLinear', 'l2_normalize', 'ResidualBranch', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock',
            'PaperEGA', 'LoRAAdapter', 'LinearAdapter', 'count_parameters', 'interpolate', 'scale_residual',
            'merge_linear', 'BoundedDisplacementAdapter', 'adapter_config', 'adapter_fingerprint', 'save_adapter',
-           'load_adapter', 'transform']
+           'load_adapter', 'check_adapter', 'transform']
 
 # %% ../nbs/library/09_adapters.ipynb #3f8d0f70
 import copy
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .arrays import InputError, check_embeddings, check_positive_int, check_unit_norm, pick_device
-from .files import READ_ERRORS, atomic_write, hash_arrays, short_error
+from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
 
 # %% ../nbs/library/09_adapters.ipynb #touched
 def _rows_with_gradient(
@@ -631,7 +631,7 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
     """
     from safetensors.torch import save_file
 
-    path = Path(path)
+    path = check_path(path)
     _check_can_be_saved(adapter, path)
     header = {
         "kind": type(adapter).__name__,
@@ -774,7 +774,7 @@ def load_adapter(path: Path | str) -> nn.Module:
         ...
     ega.arrays.InputError: missing.safetensors: no such adapter; expected a file written by ega.adapters.save_adapter
     """
-    path = Path(path)
+    path = check_path(path)
     if path.is_dir():
         path = path / "adapter.safetensors"  # written by EmbeddingAdapter.save and `ega fit`
     header, state = _read_adapter_file(path)
@@ -790,6 +790,17 @@ def load_adapter(path: Path | str) -> nn.Module:
     return adapter.eval()
 
 # %% ../nbs/library/09_adapters.ipynb #transform
+def check_adapter(
+    adapter: Any,  # value to check
+) -> None:
+    "Raise `InputError` unless a value is a module with the attribute `d`, its number of columns."
+    if not isinstance(adapter, nn.Module) or not hasattr(adapter, "d"):
+        raise InputError(
+            f"adapter must be a module of ega.adapters with the attribute d, its number of columns; "
+            f"got {type(adapter).__name__}"
+        )
+
+
 def transform(
     adapter: nn.Module,
     x: np.ndarray,
@@ -831,6 +842,7 @@ def transform(
     >>> transform(LinearAdapter(2), np.array([[0.6, 0.8]]), device="cpu")
     array([[0.6, 0.8]], dtype=float32)
     """
+    check_adapter(adapter)
     x = check_unit_norm(check_embeddings(x, dim=adapter.d), "x")  # type: ignore[arg-type]  # modules type attributes loosely
     batch_size = check_positive_int(batch_size, "batch_size")
     device = pick_device(device)

@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import importlib.util
 import math
-import operator
 import os
 import re
 import shlex
@@ -86,13 +85,14 @@ def check_number(
     below: float | None = None,  # every accepted value is smaller
 ) -> float:
     "Return `value`, or raise `InputError` if it is not a finite number within the limits."
-    limits = {">=": (operator.ge, minimum), ">": (operator.gt, above)}
-    limits |= {"<=": (operator.le, maximum), "<": (operator.lt, below)}
-    given = {sign: (holds, limit) for sign, (holds, limit) in limits.items() if limit is not None}
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not all(holds(value, limit) for holds, limit in given.values()):
-        rule = " and ".join(f"{sign} {limit:g}" for sign, (_, limit) in given.items())
-        raise InputError(f"{name} must be a finite number{' ' * bool(rule)}{rule}, got {value!r}")
+    low = above if above is not None else -math.inf if minimum is None else minimum
+    high = below if below is not None else math.inf if maximum is None else maximum
+    if not is_number or not math.isfinite(value) or not low <= value <= high or value in (above, below):
+        rule = "" if low == -math.inf else f" {'>=' if above is None else '>'} {low:g}"
+        if high < math.inf:
+            rule = f" in {'[' if above is None else '('}{low:g}, {high:g}{']' if below is None else ')'}"
+        raise InputError(f"{name} must be a finite number{rule}, got {value!r}")
     return value
 
 
@@ -587,7 +587,7 @@ def check_device_name(
     device: str,  # such as "cpu", "cuda" or "cuda:1"
 ) -> str:
     "Return the name of a device, or raise `InputError` if no device has such a name; torch is not loaded for it."
-    if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda|mps|xpu)(:[0-9]{1,3})?", device):
+    if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda|mps|xpu)(:[0-9]{1,2})?", device):
         raise InputError(f"device must be such as cpu, cuda or cuda:1, got {device!r}")
     return device
 

@@ -13,7 +13,15 @@ from scipy.linalg import cholesky, solve_triangular
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from .arrays import InputError, check_embeddings, check_labels, check_positive_int, normalize, rows_by_class
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_labels,
+    check_number,
+    check_positive_int,
+    normalize,
+    rows_by_class,
+)
 from .metrics import loo_lp_at_k
 
 # %% ../nbs/library/15_closed_form.ipynb #linearmap
@@ -74,10 +82,7 @@ def _shrunk_eigenvalues(
     shrinkage: float,  # in [0, 1]
 ) -> np.ndarray:  # (d,) >= 0
     "Eigenvalues moved towards their mean, after negative rounding errors are set to 0."
-    if not 0 <= shrinkage <= 1:
-        raise InputError(
-            f"shrinkage must lie in [0, 1], got {shrinkage}; 1 keeps the embeddings frozen, 0 uses the data alone"
-        )
+    check_number(shrinkage, "shrinkage (1 keeps the embeddings frozen)", minimum=0, maximum=1)
     return (1 - shrinkage) * np.clip(w, 0, None) + shrinkage * w.mean()
 
 
@@ -87,6 +92,7 @@ def shrunk_inverse_power(
     power: float = 1.0,  # 1 whitens fully, 0 returns the identity
 ) -> np.ndarray:  # (d, d), symmetric: the shrunk covariance to the power -power/2
     "Shrink a covariance and raise it to the power -`power`/2, by its eigendecomposition."
+    check_number(power, "power", minimum=0)
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows
@@ -209,11 +215,9 @@ class ValidatedWCCN(LinearMap):
 
     def fit(self, X: np.ndarray, y: np.ndarray) -> "ValidatedWCCN":
         "Fit on embeddings (n, d) and int labels (n,), and validate on left-out classes; returns self."
-        if not 0 < self.shrinkage <= 1:
-            raise InputError(
-                f"shrinkage must lie in (0, 1], got {self.shrinkage}; "
-                "with classes left out the within-class covariance may be zero in some directions"
-            )
+        # with classes left out the within-class covariance may be zero in some directions, so 0 is not allowed
+        check_number(self.shrinkage, "shrinkage", above=0, maximum=1)
+        check_positive_int(self.random_state, "random_state", minimum=0)
         check_positive_int(self.cv, "cv", minimum=2)
         check_positive_int(self.max_rows, "max_rows", minimum=2)
         whitening = WCCN(self.shrinkage).fit(X, y)
@@ -314,7 +318,7 @@ class LDAMap(LinearMap):
 # %% ../nbs/library/15_closed_form.ipynb #check-n-components
 def _check_n_components(k: int, d: int) -> None:
     "Check the number of directions to keep."
-    if not 1 <= k <= d:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= d:
         raise InputError(f"n_components must lie in 1..{d}, got {k}; the embeddings have {d} columns")
 
 # %% ../nbs/library/15_closed_form.ipynb #pca

@@ -14,7 +14,7 @@ from collections import namedtuple
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
-from .arrays import InputError, check_positive_int
+from .arrays import InputError, check_number, check_positive_int
 from .files import READ_ERRORS, short_error
 
 # %% ../nbs/library/29_config.ipynb #later
@@ -55,9 +55,7 @@ class TrainConfig:
         check_positive_int(self.epochs, "TrainConfig.epochs")
         check_positive_int(self.batch_size, "TrainConfig.batch_size", minimum=2)
         for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise InputError(f"TrainConfig.{name} must be >= 0, got {value!r}")
+            check_number(getattr(self, name), f"TrainConfig.{name}", minimum=0)
         if self.schedule not in ("cosine", "constant"):
             raise InputError(f"TrainConfig.schedule must be 'cosine' or 'constant', got {self.schedule!r}")
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, defer_sigint
+from .arrays import InputError, check_positive_int, defer_sigint
 from .datasets import Source, open_input_source
 from .encoders import Encoder, load_encoder
-from .files import atomic_write, read_json, read_npz
+from .files import atomic_write, check_path, read_json, read_npz
 from .packs import EmbeddingSet, path_of_pack, write_pack
 
 # %% ../nbs/library/08_embed.ipynb #prepare-input
@@ -254,17 +254,27 @@ def _to_embedding_set(source, encoder, shards):
     return EmbeddingSet(x, source.y[rows], ids, split, source.classes, meta)
 
 # %% ../nbs/library/08_embed.ipynb #check-arguments
-def _check_arguments(source, encoder, shard_rows, batch_size, on_error):
-    "Raise `InputError` for arguments that cannot work, before anything is read."
+def _check_settings(out, shard_rows, batch_size, on_error, threads, processes):
+    "Raise `InputError` for a setting that is not allowed, before anything is read."
+    check_path(out, "out")
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    for name, value in (("shard_rows", shard_rows), ("batch_size", batch_size), ("threads", threads)):
+        if name != "batch_size" or value is not None:
+            check_positive_int(value, name)
+    check_positive_int(processes, "processes", minimum=0)
+
+
+def _check_arguments(source, encoder):
+    "Raise `InputError` for a source and an encoder that do not fit, before anything is read."
+    for name, value, part in (("source", source, "ids"), ("encoder", encoder, "encode")):
+        if not hasattr(value, "modality") or not hasattr(value, part):
+            raise InputError(f"{name} must be a {name.capitalize()}, a path or a name, got {type(value).__name__}")
     if source.modality != encoder.modality:
         raise InputError(
             f"encoder {encoder.name} takes {encoder.modality}s, but {source.name} holds {source.modality}s; "
             "choose another encoder"
         )
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    if min(shard_rows, batch_size) < 1:
-        raise InputError(f"shard_rows and batch_size must be >= 1, got {shard_rows} and {batch_size}")
     if len(set(source.ids)) < len(source):
         raise InputError(f"the ids of {source.name} must be unique; drop the column 'id' to use row numbers")
 
@@ -379,14 +389,15 @@ def embed(
     >>> result.path.name, result.rows, result.skipped
     ('texts__letters.parquet', 2, {})
     """
+    _check_settings(out, shard_rows, batch_size, on_error, threads, processes)
     if isinstance(source, (str, Path)):
         source = open_input_source(source)
     if isinstance(encoder, (str, Path)):
         encoder = load_encoder(encoder)
+    _check_arguments(source, encoder)
     if batch_size is None:
         device = getattr(encoder, "device", None)
         batch_size = 256 if getattr(device, "type", "cpu") == "cuda" else 16
-    _check_arguments(source, encoder, shard_rows, batch_size, on_error)
     path = Path(out) if str(out).endswith(".parquet") else path_of_pack(source.name, encoder.name, out)
     folder = _open_shard_folder(path, _make_plan(source, encoder, shard_rows, batch_size), overwrite)
     found = _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress)

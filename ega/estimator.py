@@ -422,6 +422,7 @@ class _ExportMixin:
 # %% ../nbs/library/22_estimator.ipynb #export
 def _export_onnx(adapter, path):
     "Write an adapter, with the normalisation of its input, as an ONNX file."
+    path = check_path(path)
     import_optional("onnx", "onnx")
 
     class NormalizedAdapter(torch.nn.Module):
@@ -444,7 +445,7 @@ def _export_onnx(adapter, path):
             output_names=["z"],
             dynamic_axes={"x": {0: "n"}, "z": {0: "n"}},
         )
-    return Path(path)
+    return path
 
 
 def _hub_class(estimator_class):

@@ -6,7 +6,7 @@
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
            'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
            'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'check_groups', 'summary_sentence', 'caveats',
-           'evaluate', 'LabelsAndGroups', 'labels_and_groups']
+           'check_fitted', 'evaluate', 'LabelsAndGroups', 'labels_and_groups']
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -279,6 +279,18 @@ def caveats(
     return notes
 
 # %% ../nbs/library/20_evaluation.ipynb #eval-estimator-code
+def check_fitted(
+    estimator: Any,  # value to check
+) -> None:
+    "Raise `InputError` for anything but an `EmbeddingAdapter`, and `NotFittedError` for one that is not fitted."
+    from sklearn.base import BaseEstimator
+    from sklearn.utils.validation import check_is_fitted
+
+    if not isinstance(estimator, BaseEstimator):
+        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}")
+    check_is_fitted(estimator, "adapter_")
+
+
 def evaluate(
     estimator: Any,
     X: np.ndarray,
@@ -353,9 +365,8 @@ def evaluate(
     trained on   mixed         60    91.7
     trained on    seen         60    95.0
     """
-    from sklearn.utils.validation import check_is_fitted
-
-    check_is_fitted(estimator, "adapter_")
+    check_fitted(estimator)
+    check_positive_int(random_state, "random_state", minimum=0)
     check_feature_names(estimator, X, reset=False)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)

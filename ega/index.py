@@ -30,9 +30,17 @@ from ega.adapters import (
     save_adapter,
     transform,
 )
-from .arrays import InputError, as_unit_rows, check_embeddings, check_positive_int, check_unit_norm, normalize
+from ega.arrays import (
+    InputError,
+    as_unit_rows,
+    check_embeddings,
+    check_number,
+    check_positive_int,
+    check_unit_norm,
+    normalize,
+)
 from .closed_form import LinearMap
-from .files import READ_ERRORS, atomic_write, file_hash, hash_arrays, read_json, short_error
+from .files import READ_ERRORS, atomic_write, check_path, file_hash, hash_arrays, read_json, short_error
 from .search import Neighbours, import_faiss, knn
 from .transform import file_stat_key, transform_file
 from .vectors import VectorFile, open_vectors
@@ -211,7 +219,10 @@ def _check_ids(ids, n, existing):
         if existing.dtype.kind != "i":
             raise InputError("ids must be given where the index has text ids")
         ids = np.arange(n) + (existing.max() + 1 if len(existing) else 0)
-    ids = np.asarray(ids)
+    try:
+        ids = np.asarray(ids)
+    except ValueError as error:
+        raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
     if ids.shape != (n,) or ids.dtype.kind not in "iuU":
         raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}")
@@ -260,6 +271,8 @@ class _IndexState:
         if isinstance(index, str):
             with _faiss_errors(f"index must be a factory string such as Flat or IVF100,Flat, got {index!r}"):
                 self.index = import_faiss().index_factory(self.adapter.output_dim, index)
+        if not isinstance(self.index, import_faiss().Index):
+            raise InputError(f"index must be a factory string or a FAISS index, got {type(index).__name__}")
         if self.index.d != self.adapter.output_dim:
             raise InputError(
                 f"the index must have {self.adapter.output_dim} columns, as the adapter returns, got {self.index.d}"
@@ -301,6 +314,7 @@ class _IndexState:
         """
         for name, value in settings.items():
             kind = type(self.index).__name__
+            check_number(value, name)
             with _faiss_errors(f"{name} must be a search parameter of {kind}, got {name}={value!r}"):
                 import_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
@@ -360,7 +374,9 @@ def _check_file_name(name, where):
 # %% ../nbs/library/24_index.ipynb #load-index
 def _write_index(index, folder):
     "Write an index into a folder, `about.json` last, and delete the files of the index that it replaces."
-    folder = Path(folder)
+    folder = check_path(folder, "folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, expected a folder; name a new one")
     if folder.exists() and not (folder / "about.json").exists():
         if not all(_INDEX_FILES.fullmatch(f.name) for f in folder.iterdir()):
             raise InputError(f"{folder} contains files that are not of an index; name a new folder")
@@ -387,7 +403,7 @@ def _write_index(index, folder):
 
 def _read_index(folder, adapter):
     "Adapter, FAISS index and ids of a saved index, after comparing the files with their hashes."
-    folder = Path(folder)
+    folder = check_path(folder, "folder")
     description = "the description of a folder written by AdaptedIndex.save"
     about = read_json(folder / "about.json", description, hint="save it again")
     for key in ("index", "ids", "fingerprint"):
@@ -527,7 +543,10 @@ def _add_rows(index, x, ids, adapted_by, batch_size):
     m, faiss_index = index.adapter, index.index
     if adapted_by is not None:
         _check_adapted_by(m, adapted_by)
+    batch_size = check_positive_int(batch_size, "batch_size")
     dim = m.input_dim if adapted_by is None else m.output_dim
+    if not hasattr(x, "shape"):
+        x = check_embeddings(x, dim=dim)
     if len(np.shape(x)) != 2 or x.shape[1] != dim:
         raise InputError(f"x must have shape (n, {dim}), got {np.shape(x)}; were the vectors made by another encoder?")
     new = _check_ids(ids, len(x), index.ids)
@@ -768,7 +787,7 @@ class _IndexVersions:
     "The versions in the folder of an `IndexStore`."
 
     def __init__(self, folder: Path | str):
-        self.folder = Path(folder)
+        self.folder = check_path(folder, "folder")
 
     @property
     def current(self) -> str | None:
@@ -870,7 +889,10 @@ class IndexStore(_IndexVersions):
         InputError
             If the file, the ids or the factory string do not fit; nothing is written then.
         """
-        m, source = as_transform(adapter), Path(source)
+        m, source = as_transform(adapter), check_path(source, "source")
+        check_positive_int(batch_size, "batch_size")
+        if not isinstance(index_factory, str):
+            raise InputError(f"index_factory must be a factory string such as Flat, got {index_factory!r}")
         return _build_version(self.folder, m, source, index_factory, ids, column, batch_size, progress)
 
 # %% ../nbs/library/24_index.ipynb #sentenceadapter

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .adapters import AblatedEGA, LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, merge_linear
-from .arrays import InputError, pick_device, spawn_rngs, torch_generator
+from .arrays import InputError, check_embeddings, check_labels, pick_device, spawn_rngs, torch_generator
 from .closed_form import WCCN, LDAMap, LinearMap, LogitMap, PCAMap, ValidatedWCCN
 from .config import AdapterConfig, LossConfig, MethodConfig
 from .losses import check_loss_options, find_loss
@@ -164,6 +164,12 @@ def fit_method(
     on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
+    if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
+        raise InputError(
+            f"config must be a MethodConfig, got {type(config).__name__}; see ega.config.build_method_config"
+        )
+    x = check_embeddings(x)
+    y = check_labels(y, len(x))
     init_transform = fit_closed_form_start(config.adapter, x, y)
     if config.loss is None or config.train is None:
         return FittedMethod(init_transform, None, None)

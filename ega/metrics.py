@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_labels, check_unit_norm
+from .arrays import InputError, check_embeddings, check_labels, check_number, check_unit_norm
 from .search import Neighbours, loo_knn
 
 # %% ../nbs/library/13_metrics.ipynb #lp-at-k
@@ -68,6 +68,7 @@ def lp_at_k(
     [0.75]
     """
     D, I = _check_neighbours(neighbours, k)
+    check_number(tol, "tol", minimum=0)
     yb = check_labels(yb, name="yb", min_classes=0)
     yq = check_labels(yq, len(I), "yq", min_classes=0)
     if (yq < 0).any():
@@ -86,10 +87,12 @@ def lp_at_k(
 # %% ../nbs/library/13_metrics.ipynb #checked
 def _check_neighbours(neighbours, k):
     "D and I as arrays of one shape, with at least k columns and ascending distances."
+    if not isinstance(neighbours, tuple) or len(neighbours) != 2:
+        raise InputError(f"neighbours must be a pair (D, I) as of ega.search.knn, got {type(neighbours).__name__}")
     D, I = np.asarray(neighbours[0]), np.asarray(neighbours[1])
     if D.ndim != 2 or D.shape != I.shape:
         raise InputError(f"D and I must have one shape (nq, m), got {D.shape} and {I.shape}")
-    if not 1 <= k <= D.shape[1]:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= D.shape[1]:
         raise InputError(f"k must lie in 1..{D.shape[1]}, the neighbours given, got {k}; search for more neighbours")
     if not (D[:, 1:] >= D[:, :-1]).all():
         raise InputError("D must ascend along each row, got unsorted distances or inner products; pass L2 distances")
@@ -154,6 +157,7 @@ def ar_at_k(
     exact_D, exact_I = _check_neighbours(exact, k)
     if len(D) != len(exact_D):
         raise InputError(f"approx and exact must be of the same queries, got {len(D)} and {len(exact_D)} queries")
+    check_number(tol, "tol", minimum=0)
     n_exact = (exact_I[:, :k] >= 0).sum(1)  # (nq,) K, or the size of a smaller gallery
     if (n_exact == 0).any():
         raise InputError(f"exact has no neighbour for {(n_exact == 0).sum()} queries; is the gallery empty?")

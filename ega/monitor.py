@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, check_embeddings
-from .files import atomic_write, read_json, read_npz
+from .arrays import InputError, as_unit_rows, check_embeddings, check_number, check_positive_int
+from .files import atomic_write, check_path, read_json, read_npz
 from .index import as_transform, load_transform, save_transform
 from .metrics import displacement
 from .search import knn
@@ -38,7 +38,7 @@ def query_signals(
     m = as_transform(adapter)
     x = as_unit_rows(x, dim=m.input_dim)
     gallery = as_unit_rows(gallery, "gallery", dim=m.input_dim)
-    if len(gallery) < k:
+    if len(gallery) < check_positive_int(k, "k"):
         raise InputError(f"the gallery must have at least k = {k} rows, got {len(gallery)}")
     z = m.transform(x)
     frozen, adapted = knn(x, gallery, k), knn(z, m.transform(gallery), k)
@@ -128,7 +128,9 @@ def _check_batch(monitor, batch):
 
 def _write_monitor(monitor, folder):
     "Write a monitor; `monitor.json` is written last, so a folder that has it is complete."
-    folder = Path(folder)
+    folder = check_path(folder, "folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, expected a folder; name a new one")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
     about |= {name: getattr(monitor, name) for name in ("k", "significance", "horizon", "batches_checked")}
@@ -158,7 +160,7 @@ def _read_about(path):
 
 def _read_monitor(folder, adapter):
     "Arguments of the constructor of a monitor that `_write_monitor` wrote."
-    folder = Path(folder)
+    folder = check_path(folder, "folder")
     about = _read_about(folder / "monitor.json")
     arrays = read_npz(folder / "monitor.npz", ("gallery", "reference"), "what Monitor.save writes")
     fingerprint, names = about.pop("fingerprint"), about.pop("signals")
@@ -188,11 +190,12 @@ class _MonitorState:
         horizon: int = 100,  # batches
         batches_checked: int = 0,  # so far
     ):
-        if not 0 < significance < 1 or horizon < 1 or batches_checked < 0:
-            raise InputError(
-                "expected 0 < significance < 1, horizon >= 1 and batches_checked >= 0, "
-                f"got {significance}, {horizon} and {batches_checked}"
-            )
+        check_positive_int(k, "k")
+        check_number(significance, "significance", above=0, below=1)
+        check_positive_int(horizon, "horizon")
+        check_positive_int(batches_checked, "batches_checked", minimum=0)
+        if not isinstance(reference, dict) or not reference:
+            raise InputError(f"reference must be the signals of query_signals, got {type(reference).__name__}")
         if 5 * horizon / significance > 10**7:
             raise InputError(
                 f"horizon/significance must be at most {10**7 // 5:,}, got {horizon / significance:.3g}: "

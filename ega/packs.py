@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class
-from .files import READ_ERRORS, atomic_write, check_decompressed_size, hash_arrays, read_json, short_error
+from ega.files import (
+    READ_ERRORS,
+    atomic_write,
+    check_decompressed_size,
+    check_path,
+    hash_arrays,
+    read_json,
+    short_error,
+)
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -28,13 +36,26 @@ if TYPE_CHECKING:
 _FILLED_IN: Any = None  # default of the fields that EmbeddingSet.__post_init__ fills in
 
 
+def _as_texts(values, name):
+    "A sequence of texts as an array, or raise `InputError`."
+    try:
+        return np.array(values, dtype=str)
+    except ValueError as error:
+        raise InputError(f"{name} must be a flat sequence of texts, got rows of different lengths") from error
+
+
 def _check_set(embeddings):
     "Return the fields of an `EmbeddingSet`, converted and checked, with defaults filled in."
     x = check_unit_norm(check_embeddings(embeddings.x), "x")
     y = check_labels(embeddings.y, len(x), min_classes=0)
-    ids = np.array([str(i) for i in range(len(x))] if embeddings.ids is None else embeddings.ids, dtype=str)
-    split = np.full(len(x), "") if embeddings.split is None else np.array(embeddings.split, dtype=str)
-    classes = tuple(map(str, range(y.max() + 1) if embeddings.classes is None else embeddings.classes))
+    ids = _as_texts([str(i) for i in range(len(x))] if embeddings.ids is None else embeddings.ids, "ids")
+    split = np.full(len(x), "") if embeddings.split is None else _as_texts(embeddings.split, "split")
+    names = range(y.max() + 1) if embeddings.classes is None else embeddings.classes
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise InputError(f"classes must be a sequence of texts, got {names!r}")
+    classes = tuple(map(str, names))
+    if not isinstance(embeddings.meta, Mapping):
+        raise InputError(f"meta must be a dictionary, got {embeddings.meta!r}")
     for name, a in (("ids", ids), ("split", split)):
         if a.shape != (len(x),):
             raise InputError(f"{name} must have one entry per row: {len(x)} rows, {a.shape}")
@@ -125,8 +146,8 @@ def quantize(
     "Encode unit rows as codes of a given dtype and one scale for each row."
     if dtype not in PACK_DTYPES:
         raise InputError(f"dtype must be one of {PACK_DTYPES}, got {dtype!r}")
-    if not 1 <= max_code <= 127:
-        raise InputError(f"max_code must lie between 1 and 127, got {max_code}")
+    if not isinstance(max_code, (int, np.integer)) or not 1 <= max_code <= 127:
+        raise InputError(f"max_code must be an integer between 1 and 127, got {max_code!r}")
     if dtype == "float32":
         return x, np.ones(len(x), np.float32)
     if dtype == "int8":
@@ -260,6 +281,9 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     """
     import pyarrow.parquet as pq
 
+    if not isinstance(embeddings, EmbeddingSet):
+        raise InputError(f"embeddings must be an EmbeddingSet, got {type(embeddings).__name__}")
+    path = check_path(path)
     for key in ("set", "encoder"):
         if not embeddings.meta.get(key):
             raise InputError(
@@ -339,7 +363,7 @@ def _open_pack(path):
     "Return the Arrow table and the metadata of a pack, or raise `InputError`."
     import pyarrow as pa
 
-    path, hint = Path(path), "copy or embed it again"
+    path, hint = check_path(path), "copy or embed it again"
     if not path.is_file():
         raise InputError(f"{path}: no such pack; expected a Parquet file written by ega.write_pack or `ega embed`")
     f = open_parquet(path, hint=hint)

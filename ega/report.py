@@ -37,6 +37,7 @@ from ega.evaluation import (
     LabelHits,
     QuerySearch,
     caveats,
+    check_fitted,
     check_groups,
     knn_among_rows,
     label_hits,
@@ -45,7 +46,7 @@ from ega.evaluation import (
     summary_sentence,
     tabulate_changes,
 )
-from .files import atomic_write
+from .files import atomic_write, check_output
 from .metrics import ar_at_k, displacement
 from .search import ivf_sweep, knn
 
@@ -683,10 +684,8 @@ def _html_page(c, content, class_name, ids, source):
 def check_report_path(
     path: Path | str,  # .html or .md
 ) -> Path:
-    "The path of a report, if its ending is known and the packages that write it are installed."
-    path = Path(path)
-    if path.suffix not in (".html", ".md"):
-        raise InputError(f"the report must be an .html or .md file, got {path.name!r}")
+    "The path of a report, if it can be written and the packages for it are installed."
+    path = check_output(path, endings=(".html", ".md"), overwrite=True)
     if path.suffix == ".html":
         import_optional("jinja2", "report")
         import_optional("matplotlib.pyplot", "report")
@@ -726,10 +725,11 @@ def write_comparison(
 # %% ../nbs/library/27_report.ipynb #estimator-report
 def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random_state):
     "See `write_report`."
-    from sklearn.utils.validation import check_is_fitted
-
-    check_is_fitted(estimator)
+    check_fitted(estimator)
+    check_positive_int(random_state, "random_state", minimum=0)
     check_report_path(path)
+    if source is not None and not hasattr(source, "ids"):
+        raise InputError(f"source must be a Source of ega.datasets, got {type(source).__name__}")
     check_feature_names(estimator, X, reset=False)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, classes, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)

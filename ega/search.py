@@ -316,8 +316,8 @@ def build_ivf(
     d = xb.shape[1]
     quantizer = faiss.IndexFlatL2(d)
     index = faiss.IndexIVFFlat(quantizer, d, nlist, faiss.METRIC_L2)
-    index.cp.seed = int(kmeans_seed)
-    index.cp.niter = int(niter)
+    index.cp.seed = check_positive_int(kmeans_seed, "kmeans_seed", minimum=0)
+    index.cp.niter = check_positive_int(niter, "niter")
     index.cp.min_points_per_centroid = 1  # no warning for small lists
     index.train(xb)
     index.add(xb)
@@ -476,8 +476,11 @@ def ivf_sweep(
     >>> found[4].scanned.mean().item()
     1.0
     """
+    if not isinstance(nprobes, (list, tuple, set, range)):
+        raise InputError(f"nprobes must be a list of integers >= 1, got {nprobes!r}")
+    nprobes = [check_positive_int(nprobe, "nprobes") for nprobe in nprobes]
     index = build_ivf(xb, nlist=nlist, kmeans_seed=kmeans_seed)
-    return {int(nprobe): ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in nprobes}
+    return {nprobe: ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in nprobes}
 
 # %% ../nbs/library/12_search.ipynb #searchconfig
 @dataclass(frozen=True)

@@ -376,7 +376,7 @@ def check_settings(
         raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
     if not isinstance(candidates, (list, tuple)):
         raise InputError(f"candidates must be a list of methods, got {candidates!r}")
-    if np.ndim(strengths) != 1 or not len(strengths):
+    if not isinstance(strengths, (list, tuple, np.ndarray)) or not len(strengths):
         raise InputError(f"strengths must be a list of numbers in (0, 1], got {strengths!r}; use (1.0,) for full alone")
     for strength in strengths:
         check_number(strength, "each of strengths", above=0, maximum=1)

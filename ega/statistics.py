@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_labels, rows_by_class
+from .arrays import InputError, check_generator, check_labels, check_number, check_positive_int, rows_by_class
+from .files import short_error
 
 # %% ../nbs/library/14_statistics.ipynb #replicates
 class Interval(NamedTuple):
@@ -65,7 +66,12 @@ def _draw_sums(values, n_draws, rng, *, block_size=2**20):
 # %% ../nbs/library/14_statistics.ipynb #outcomes
 def _check_outcomes(values, classes):
     "Values as float64, and the row numbers of each class."
-    values = np.asarray(values, dtype=np.float64)
+    try:
+        values = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"values must be an array of numbers ({short_error(error)})") from error
+    if values.ndim == 0:
+        raise InputError(f"values must be an array of numbers, got {values}")
     classes = check_labels(classes, len(values), "classes", min_classes=0)
     if (classes < 0).any():
         raise InputError(f"every query must have a class, got {(classes < 0).sum()} unlabelled; drop them")
@@ -79,8 +85,6 @@ def _check_outcomes(values, classes):
 
 def _percentile_interval(mean, means, confidence):
     "Interval between percentiles of bootstrap means."
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence must lie between 0 and 1, got {confidence}; 0.95 is usual")
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(mean), float(low), float(high))
 
@@ -138,6 +142,9 @@ def bootstrap(
     >>> bootstrap([1, 1, 0, 0], [0, 0, 1, 1], np.random.default_rng(0))
     Interval(mean=0.5, low=0.0, high=1.0)
     """
+    check_generator(rng)
+    check_positive_int(n_boot, "n_boot")
+    check_number(confidence, "confidence", above=0, below=1)
     means = cluster_bootstrap_means(values, classes, rng, n_boot=n_boot)
     return _percentile_interval(np.mean(values), means, confidence)
 

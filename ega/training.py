@@ -31,7 +31,7 @@ from ega.arrays import (
     torch_generator,
 )
 from .config import TrainConfig, config_to_dict
-from .files import READ_ERRORS, atomic_write, hash_arrays, short_error
+from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
 from .losses import displacement_penalty, triplet_violations
 from ega.sparsity import (
     RowsByClass,
@@ -358,6 +358,14 @@ def _check_finite(record: np.ndarray, epoch: int, config: TrainConfig) -> None:
             "or check the gradient of the loss"
         )
 
+# %% ../nbs/library/16_training.ipynb #check-training-arguments
+def _check_training_arguments(adapter, objective, rngs, config) -> None:
+    "Raise `InputError` for an argument of another type."
+    expected = {"adapter": torch.nn.Module, "objective": Objective, "rngs": Rngs, "config": TrainConfig}
+    for value, (name, kind) in zip((adapter, objective, rngs, config), expected.items()):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
 # %% ../nbs/library/16_training.ipynb #train
 PROXY_LR_MULTIPLIER = 100
 
@@ -461,10 +469,11 @@ def train(
     >>> len(history.loss)
     3
     """
+    _check_training_arguments(adapter, objective, rngs, config)
+    path = None if checkpoint is None else check_path(checkpoint, "checkpoint")
     x, y = _check_training_rows(x, y)
     owner = hash_arrays(x, y, np.frombuffer(json.dumps(config_to_dict(config)).encode(), np.uint8))
     run = _prepare_run(adapter, objective, rngs, config, pick_device(device))
-    path = Path(checkpoint) if checkpoint else None
     finished = load_checkpoint(path, *run, owner=owner) if path and path.exists() else 0
     save = partial(save_checkpoint, path, *run, owner=owner) if path else None
     _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, on_epoch)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .adapters import adapter_fingerprint, load_adapter
+from .adapters import adapter_fingerprint, check_adapter, load_adapter
 from .arrays import InputError, check_positive_int, defer_sigint, import_optional, pick_device, usable_cores
-from .files import READ_ERRORS, file_lock, read_json, short_error
+from .files import READ_ERRORS, check_path, file_lock, read_json, short_error
 from .packs import dequantize, open_parquet, quantize
 from .vectors import iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
 
@@ -536,15 +536,11 @@ def _prepare(
 ):  # a copy of the adapter in eval mode on its device, Path, Path
     "Check the arguments of `transform_file` before any vectors are read."
     _check_options(options)
-    adapter = load_adapter(adapter) if isinstance(adapter, (str, Path)) else copy.deepcopy(adapter)
-    if not hasattr(adapter, "d"):
-        raise InputError(
-            f"adapter must have the attribute d, its number of columns; got {type(adapter).__name__}; "
-            "make one with ega.adapters"
-        )
-    source, target = Path(source), Path(target)
+    adapter = load_adapter(adapter) if isinstance(adapter, (str, Path)) else adapter
+    check_adapter(adapter)
+    source, target = check_path(source, "source"), check_path(target, "target")
     _check_paths(source, target)
-    return adapter.to(pick_device(options.device)).eval(), source, target
+    return copy.deepcopy(adapter).to(pick_device(options.device)).eval(), source, target
 
 
 def _ignore_progress(n, resumed=False):

@@ -545,7 +545,7 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
     "fit x.npy y.npy -o out --max-unseen-loss=-1": "value must be a finite number >= 0, got -1.0",
-    "fit x.npy y.npy -o out --confidence 1": "value must be a finite number >= 0.5 and < 1, got 1.0",
+    "fit x.npy y.npy -o out --confidence 1": "value must be a finite number in [0.5, 1), got 1.0",
     "fit x.npy y.npy -o out --n-jobs 0": "value must be an integer >= 1, got 0",
     "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
     "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",

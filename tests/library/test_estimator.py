@@ -523,7 +523,7 @@ def test_every_value_of_a_description_is_covered_by_its_hash(fitted, tmp_path):
 @pytest.mark.parametrize(
     "part, change, words",
     [
-        ("selection", {"strength": 7.5}, "strength must be a finite number >= 0 and <= 1, got 7.5"),
+        ("selection", {"strength": 7.5}, r"strength must be a finite number in \[0, 1\], got 7.5"),
         ("selection", {"strength": -0.1}, "strength must be"),
         ("selection", {"confidence": 2.0}, "confidence must be"),
         ("selection", {"max_unseen_loss": -1.0}, "max_unseen_loss must be"),

@@ -10,6 +10,8 @@ import sys
 import api
 import pytest
 
+import ega
+
 NAMES = [name for names in api.TASKS.values() for name in names]
 MADE_BY = {"monitor.Monitor": "fit"}  # the method that users call instead of the constructor
 
@@ -70,3 +72,15 @@ except AttributeError as error: assert "nothing" in str(error)
 else: raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ega.__all__ if name not in ("InputError",)])
+def test_an_editor_finds_the_signature_behind_a_public_name(name):
+    "By static analysis, as in an editor: nothing of ega is imported for it, and the names are loaded late."
+    jedi = pytest.importorskip("jedi")
+    text = f"from ega import {name}\n{name}("
+    (found,) = jedi.Script(text, project=jedi.Project(api.__file__.rsplit("/docs/")[0])).get_signatures(
+        2, len(name) + 1
+    )
+    expected = [p for p in inspect.signature(getattr(ega, name)).parameters if p != "self"]
+    assert [p.name for p in found.params] == expected and found.module_name.startswith("ega.")

@@ -1,0 +1,289 @@
+"Arguments of a wrong type or out of range, for every main object of the library: the error is an InputError."
+
+import re
+
+import api
+import numpy as np
+import pytest
+import torch
+from sklearn.exceptions import NotFittedError
+
+from ega import (
+    AdaptedIndex,
+    EmbeddingAdapter,
+    EmbeddingSet,
+    InputError,
+    Monitor,
+    evaluate,
+    normalize,
+    read_pack,
+    write_pack,
+)
+from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
+from ega.arrays import spawn_rngs
+from ega.closed_form import WCCN, LDAMap, PCAMap, ValidatedWCCN
+from ega.config import TrainConfig, build_method_config
+from ega.embed import embed
+from ega.index import IndexStore
+from ega.losses import supcon
+from ega.methods import fit_adapter
+from ega.metrics import ar_at_k, lp_at_k
+from ega.report import write_report
+from ega.search import ivf_sweep, knn
+from ega.selection import select_adapter
+from ega.statistics import bootstrap
+from ega.training import pairwise_objective, train
+from ega.transform import transform_file
+
+NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
+MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
+LABELS = (None, 3, "x", {}, [], float("nan"), -1, np.zeros((120, 2), int))
+PATHS = (None, 3, 1.5, b"x", [], ["a"], object(), {}, "", len)
+OBJECTS = (None, 3, "missing", b"x", [], [3], object(), {}, len)
+DEVICES = (3, "tpu", "cuda:999", b"cpu", [], object(), len)
+TEXTS = (3, b"x", [], object(), {}, "nothing", len)
+
+
+class LetterCounts:
+    "An encoder of texts."
+
+    modality, name, preprocessing, weights = "text", "letters", "as it is", "none"
+
+    def prepare(self, text):
+        return [text.count(c) for c in "abc"]
+
+    def encode(self, batch):
+        return np.array(batch, "float32")
+
+
+def make_calls(folder):
+    "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
+    rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
+    x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
+    matrix, near, out = np.eye(8, dtype="float32"), knn(x, x, 3), lambda name: str(folder / name)
+    np.save(out("x.npy"), x)
+    (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
+    (folder / "file").write_text("a file, where a folder is needed")
+    es = EmbeddingSet(x, y, meta={"set": "s", "encoder": "e"})
+    write_pack(es, out("p.parquet"))
+    fitted = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
+    fitted.save(out("fitted"))
+    save_adapter(LinearAdapter(8), out("a.safetensors"))
+    index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
+    index.save(out("index"))
+    monitor = Monitor.fit(x, matrix, k=3, horizon=10)
+    monitor.save(out("monitor"))
+    store = IndexStore(out("store"))
+    store.migrate(matrix, out("x.npy"))
+    gen = torch.Generator().manual_seed(0)
+    data = dict(x=x, y=y)
+    settings = {"max_unseen_loss": (*NUMBERS[1:-3], -1, len), "confidence": NUMBERS, "random_state": NUMBERS}
+    settings |= {"candidates": (None, 5, "wccn", [3], [("a", 1)], object(), len), "n_jobs": NUMBERS[1:-2]}
+    settings |= {"strengths": (None, "x", ["a"], [], [2.0], [float("nan")], 0.5, len), "device": DEVICES}
+
+    def fit(**parameters):
+        return EmbeddingAdapter(**parameters).fit(x[:60], y[:60])
+
+    def embed_texts(**changes):
+        arguments = dict(source=out("texts.csv"), encoder=LetterCounts(), out=out("t.parquet"), overwrite=True)
+        return embed(**arguments | changes, progress=False)
+
+    def transform_rows(**changes):
+        target = folder / "z.npy"
+        target.unlink(missing_ok=True)
+        return transform_file(**dict(adapter=LinearAdapter(8), source=out("x.npy"), target=target) | changes)
+
+    def closed_form(cls):
+        return lambda x, y, **parameters: cls(**parameters).fit(x, y).transform(x)
+
+    return {
+        "embed.embed": [
+            (embed_texts, {}, dict.fromkeys(("shard_rows", "threads", "processes"), NUMBERS)),
+            (embed_texts, {}, {"batch_size": NUMBERS[1:], "dtype": TEXTS, "on_error": TEXTS, "out": PATHS}),
+            (embed_texts, {}, {"source": OBJECTS, "encoder": OBJECTS}),
+        ],
+        "packs.EmbeddingSet": [
+            (EmbeddingSet, data, {"x": MATRICES, "y": LABELS, "ids": OBJECTS[1:], "split": OBJECTS[1:]}),
+            (EmbeddingSet, data, {"classes": (3, "x", object(), len), "meta": (None, 3, "x", [3], object(), len)}),
+        ],
+        "packs.read_pack": [(read_pack, {"path": out("p.parquet")}, {"path": PATHS})],
+        "packs.write_pack": [
+            (write_pack, dict(embeddings=es, path=out("q.parquet")), {"embeddings": OBJECTS, "path": PATHS}),
+            (write_pack, dict(embeddings=es, path=out("q.parquet")), {"dtype": TEXTS, "max_code": (*NUMBERS, 500)}),
+        ],
+        "arrays.normalize": [(normalize, {"x": x}, {"x": MATRICES})],
+        "estimator.EmbeddingAdapter": [
+            (fit, {"candidates": ("wccn",)}, settings | {"cv": NUMBERS, "method": (None, 3, "wcn", [], object(), len)}),
+            (EmbeddingAdapter("wccn", max_unseen_loss=None).fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
+            (fitted.transform, {"X": x}, {"X": MATRICES}),
+            (fitted.save, {"path": out("saved")}, {"path": (*PATHS, out("file"))}),
+            (EmbeddingAdapter.load, {"path": out("fitted")}, {"path": PATHS}),
+            (fitted.to_onnx, {"path": out("a.onnx")}, {"path": PATHS}),
+        ],
+        "selection.select_adapter": [
+            (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
+            (select_adapter, data | {"candidates": ("wccn",)}, {"x": MATRICES, "y": LABELS}),
+        ],
+        "methods.fit_adapter": [
+            (fit_adapter, data | {"config": build_method_config("wccn")}, {"config": OBJECTS, "x": MATRICES}),
+            (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"y": LABELS}),
+            (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"device": DEVICES}),
+            (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
+        ],
+        "adapters.LinearAdapter": [(LinearAdapter, {"d": 8}, {"d": NUMBERS})],
+        "adapters.ReleasedEGA": [(ReleasedEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
+        "adapters.PaperEGA": [(PaperEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
+        "adapters.transform": [
+            (transform, dict(adapter=LinearAdapter(8), x=x), {"adapter": OBJECTS, "x": MATRICES, "device": DEVICES}),
+            (transform, dict(adapter=LinearAdapter(8), x=x), {"batch_size": NUMBERS}),
+        ],
+        "adapters.save_adapter": [
+            (save_adapter, dict(adapter=LinearAdapter(8), path=out("s")), {"adapter": OBJECTS, "path": PATHS}),
+            (save_adapter, dict(adapter=LinearAdapter(8), path=out("s")), {"path": (str(folder),)}),
+            (load_adapter, {"path": out("a.safetensors")}, {"path": PATHS}),
+        ],
+        "closed_form.WCCN": [
+            (closed_form(WCCN), data, {"x": MATRICES, "y": LABELS, "shrinkage": NUMBERS, "power": NUMBERS[:-3]})
+        ],
+        "closed_form.ValidatedWCCN": [
+            (closed_form(ValidatedWCCN), data, dict.fromkeys(("shrinkage", "cv", "max_rows"), NUMBERS)),
+            (closed_form(ValidatedWCCN), data, {"x": MATRICES, "y": LABELS, "random_state": NUMBERS}),
+        ],
+        "closed_form.LDAMap": [
+            (closed_form(LDAMap), data, {"x": MATRICES, "y": LABELS, "n_components": NUMBERS[1:], "shrinkage": NUMBERS})
+        ],
+        "closed_form.PCAMap": [
+            (closed_form(PCAMap), data, {"x": MATRICES, "n_components": NUMBERS[1:], "shrinkage": NUMBERS})
+        ],
+        "training.train": [
+            (
+                train,
+                dict(adapter=LinearAdapter(8), objective=pairwise_objective(supcon), rngs=spawn_rngs(0))
+                | data
+                | {"config": TrainConfig(epochs=1)},
+                dict.fromkeys(("adapter", "objective", "rngs", "config"), OBJECTS)
+                | {"x": MATRICES, "y": LABELS, "device": DEVICES, "checkpoint": (3, [], object(), "")},
+            ),
+            (TrainConfig, {}, dict.fromkeys(("epochs", "batch_size"), NUMBERS) | {"schedule": TEXTS}),
+            (TrainConfig, {}, dict.fromkeys(("lr", "weight_decay"), (*NUMBERS[:-3], -1))),
+        ],
+        "evaluation.evaluate": [
+            (evaluate, dict(estimator=fitted, X=x, y=y), {"estimator": OBJECTS, "X": MATRICES, "y": LABELS}),
+            (evaluate, dict(estimator=fitted, X=x, y=y), {"random_state": NUMBERS, "confidence": NUMBERS}),
+        ],
+        "search.knn": [(knn, dict(xq=x, xb=x, k=3), {"xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "device": DEVICES})],
+        "search.ivf_sweep": [
+            (
+                ivf_sweep,
+                dict(xq=x, xb=x, nlist=4, nprobes=[1], k=3),
+                {"xq": MATRICES, "xb": MATRICES, "nlist": NUMBERS, "k": NUMBERS, "kmeans_seed": NUMBERS}
+                | {"nprobes": (None, 3, "x", ["a"], [1.5], [[1]], [0], object(), len)},
+            )
+        ],
+        "metrics.lp_at_k": [
+            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": OBJECTS, "yb": LABELS, "yq": LABELS}),
+            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"k": NUMBERS, "tol": (*NUMBERS[:-3], -1)}),
+        ],
+        "metrics.ar_at_k": [
+            (ar_at_k, dict(approx=near, exact=near), {"approx": OBJECTS, "exact": OBJECTS, "k": NUMBERS}),
+            (ar_at_k, dict(approx=near, exact=near), {"tol": (*NUMBERS[:-3], -1)}),
+        ],
+        "statistics.bootstrap": [
+            (
+                bootstrap,
+                dict(values=x[:, 0], classes=y, rng=np.random.default_rng(0)),
+                {"values": (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), len), "classes": LABELS}
+                | {"rng": OBJECTS, "n_boot": NUMBERS, "confidence": NUMBERS},
+            )
+        ],
+        "report.write_report": [
+            (
+                write_report,
+                dict(estimator=fitted, X=x, y=y, path=out("r.md")),
+                {"estimator": OBJECTS, "X": MATRICES, "y": LABELS, "path": (*PATHS, out("r.pdf"))}
+                | {"source": OBJECTS[1:], "random_state": NUMBERS},
+            )
+        ],
+        "transform.transform_file": [
+            (transform_rows, {}, {"adapter": OBJECTS, "source": PATHS, "target": PATHS, "device": DEVICES}),
+            (transform_rows, {}, {"batch_size": NUMBERS, "threads": NUMBERS[1:], "dtype": TEXTS, "precision": TEXTS}),
+            (transform_rows, {}, {"column": (3, "v", [], object())}),
+        ],
+        "index.AdaptedIndex": [
+            (AdaptedIndex, {"adapter": matrix}, {"adapter": OBJECTS, "index": OBJECTS, "ids": OBJECTS[1:]}),
+            (
+                AdaptedIndex(matrix).add,
+                {"x": x[:5]},
+                {"x": MATRICES[:-1], "ids": OBJECTS[1:], "adapted_by": OBJECTS[1:]},
+            ),
+            (AdaptedIndex(matrix).add, {"x": x[:5], "ids": range(50, 55)}, {"batch_size": NUMBERS}),
+            (index.search, {"xq": x}, {"xq": MATRICES, "k": NUMBERS, "adapted_by": OBJECTS[1:]}),
+            (index.tune, {"nprobe": 2}, {"nprobe": (*NUMBERS[:-3], len), "no_such_parameter": (1,)}),
+            (index.save, {"folder": out("index2")}, {"folder": (*PATHS, out("file"))}),
+            (AdaptedIndex.load, {"folder": out("index")}, {"folder": (*PATHS, out("file")), "adapter": OBJECTS[1:]}),
+        ],
+        "index.IndexStore": [
+            (IndexStore, {"folder": out("store")}, {"folder": PATHS}),
+            (
+                store.migrate,
+                {"adapter": np.diag(np.arange(1.0, 9.0)).astype("float32"), "source": out("x.npy")},
+                {"adapter": OBJECTS, "source": PATHS, "index_factory": (None, 3, [], object())}
+                | {"batch_size": NUMBERS},
+            ),
+            (
+                lambda **changes: IndexStore(out("new")).migrate(matrix, out("x.npy"), **changes),
+                None,
+                {"index_factory": ("nothing", "IVF500,Flat"), "ids": OBJECTS[1:], "column": (3, "v", [])},
+            ),
+            (
+                store.open,
+                {"version": store.versions()[0]},
+                {"version": ("nothing", 3, object()), "adapter": OBJECTS[1:]},
+            ),
+            (store.activate, {"version": store.versions()[0]}, {"version": OBJECTS}),
+            (store.drop, None, {"version": OBJECTS}),
+        ],
+        "monitor.Monitor": [
+            (
+                Monitor.fit,
+                dict(reference=x, adapter=matrix, k=3, horizon=10),
+                {"reference": MATRICES, "adapter": OBJECTS, "gallery": MATRICES[1:], "k": NUMBERS}
+                | {"significance": NUMBERS, "horizon": NUMBERS},
+            ),
+            (
+                Monitor,
+                dict(adapter=matrix, gallery=x, reference=monitor.reference, k=3, horizon=10),
+                {"adapter": OBJECTS, "gallery": MATRICES, "reference": OBJECTS, "batches_checked": NUMBERS},
+            ),
+            (monitor.check, {"batch": x[:20]}, {"batch": MATRICES}),
+            (monitor.save, {"folder": out("monitor2")}, {"folder": (*PATHS, out("file"))}),
+            (Monitor.load, {"folder": out("monitor")}, {"folder": (*PATHS, out("file")), "adapter": OBJECTS[1:]}),
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    for package in ("faiss", "onnx"):
+        pytest.importorskip(package)
+    return make_calls(tmp_path_factory.mktemp("calls"))
+
+
+NOT_HERE = {"losses.supcon"}  # called in every step of a training; its arguments are checked where training begins
+NAMES = [name for names in api.TASKS.values() for name in names if name not in NOT_HERE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_argument_is_an_input_error(name, calls):
+    "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
+    for function, valid, wrong in calls[name]:
+        if valid is not None:
+            function(**valid)
+        for parameter, values in wrong.items():
+            for value in values:
+                try:
+                    with pytest.raises((InputError, NotFittedError)) as error:
+                        function(**(valid or {}) | {parameter: value})
+                except BaseException as failure:
+                    raise AssertionError(f"{function} with {parameter}={value!r}") from failure
+                assert re.search(r"\w{3,}", str(error.value))
