@@ -100,7 +100,7 @@ def test_python_shell_json_and_page_give_the_same_digits(tmp_path, capsys):
         assert line == " ".join([group, row.gallery, *rest])
     sentence = " ".join(printed.split("\n\n")[1].split())
     assert sentence.startswith(summary_sentence(table)) and "how well it fits" in sentence
-    assert run("report", *files, "-o", page_path) == printed.split("\n\n")[1] + f"{page_path}\n"
+    assert run("report", *files, "-o", page_path, "--overwrite") == printed.split("\n\n")[1] + f"{page_path}\n"
 
     page = (tmp_path / "r.html").read_text()
     headline, own, curve, *_ = tables_of(page).values()
@@ -260,7 +260,7 @@ def test_errors_leave_no_file(spaces, c, tmp_path):
     two_texts = tmp_path / "w.csv"
     two_texts.write_text("text\na\nb\n")
     for call, message in (
-        (lambda: write_comparison(c, tmp_path / "r.pdf"), "an .html or .md file"),
+        (lambda: write_comparison(c, tmp_path / "r.pdf"), "expected a file ending in .html or .md"),
         (lambda: write_comparison(c, tmp_path / "r.html", source=read_csv_source(two_texts)), "the 240 rows"),
         (lambda: compare_spaces(x, z[:9], y, y < 6), "the same rows"),
         (lambda: compare_spaces(x[:9], z[:9], y[:9], y[:9] < 6), "at least 14 labelled rows"),
@@ -276,7 +276,7 @@ def test_wrong_ending_and_missing_packages_are_found_before_the_work(spaces, tmp
     x, _, y = spaces
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
     monkeypatch.setattr("ega.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
-    with pytest.raises(InputError, match="an .html or .md file"):
+    with pytest.raises(InputError, match="expected a file ending in .html or .md"):
         write_report(e, x, y, tmp_path / "r.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match="ega\\[report\\]"):
