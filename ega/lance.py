@@ -196,7 +196,7 @@ def active_column(
     "Name of the active column."
     return _column_metadata(table, vector_column).get("ega_serves", vector_column)
 
-# %% ../nbs/library/25_lance.ipynb #adaptedtable
+# %% ../nbs/library/25_lance.ipynb #check-search
 def _check_names(table, columns):
     "Raise `InputError` for a column that a table does not have."
     _check_table(table)
@@ -209,7 +209,7 @@ def _check_condition(where):
     if where is not None and (not isinstance(where, str) or not where.strip()):
         raise InputError(f"where must be an SQL condition such as \"split = 'test'\", got {where!r}")
 
-
+# %% ../nbs/library/25_lance.ipynb #adaptedtable
 def _run_query(query, where, columns):
     "Run a LanceDB query with a condition; raise `InputError` if LanceDB refuses the condition."
     try:

@@ -463,8 +463,9 @@ def train(
     --------
     >>> import numpy as np
     >>> from ega import adapters, arrays, losses, training
+    >>> from ega.config import TrainConfig
     >>> adapter, rngs = adapters.LinearAdapter(4), arrays.spawn_rngs(0)
-    >>> objective, config = training.pairwise_objective(losses.supcon), training.TrainConfig(epochs=3)
+    >>> objective, config = training.pairwise_objective(losses.supcon), TrainConfig(epochs=3)
     >>> history = training.train(adapter, objective, np.eye(4), [0, 0, 1, 1], rngs=rngs, config=config)
     >>> len(history.loss)
     3

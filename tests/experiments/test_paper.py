@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import methods
+from ega import config as method_config
 from ega.arrays import InputError
 from ega.experiments import grids, protocols, runs, tables
 
@@ -33,7 +33,7 @@ METHODS = grids.GRIDS["full"]["unseen"].methods
 
 def made_up_row(config, query_set):
     "A stored row with made-up outcomes; methods differ by a shift that every benchmark shares."
-    m, b = list(methods.METHODS).index(config.method), list(protocols.BENCHMARKS).index(config.benchmark)
+    m, b = list(method_config.METHODS).index(config.method), list(protocols.BENCHMARKS).index(config.benchmark)
     rng, classes = np.random.default_rng([b, config.split_seed, query_set == "seen"]), np.arange(SIZE) % CLASSES
     shift = 0 if m == 0 else 0.02 * m if query_set == "seen" else 0.04 * (m - 8)
     hit = np.float32(rng.random(SIZE) < 0.5 + shift)
@@ -187,7 +187,9 @@ def test_profile_name_of_unfinished_grid(stored):
 
 def test_ranking_compares_trained_methods_only(built):
     t = pd.read_csv(built / "tables/ranking.csv")
-    assert set(t["method"]) == {m for m in METHODS if methods.METHODS[m].loss} and set(t["benchmark"]) == {"cub100"}
+    assert set(t["method"]) == {m for m in METHODS if method_config.METHODS[m].loss} and set(t["benchmark"]) == {
+        "cub100"
+    }
     from scipy.stats import spearmanr
 
     want = spearmanr(t["diff_short"], t["diff_long"]).statistic
@@ -382,7 +384,7 @@ def test_rival_changes_and_margin_correlation(names, tmp_path):
     t = names["rival_changes"](rows).set_index("method")
     wide = rows[rows["query_set"] == "unseen"].pivot(index="method", columns="benchmark", values="lp_at_1")
     change = 100 * (wide - wide.loc["frozen"])
-    assert set(t.index) == set(methods.BASELINES) and all(
+    assert set(t.index) == set(method_config.BASELINES) and all(
         t.loc[m, "unseen"] == pytest.approx(change.loc[m].mean(), abs=1e-3)
         and t.loc[m, "worst"] == pytest.approx(change.loc[m].min(), abs=1e-3)
         for m in t.index

@@ -10,8 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import cli, methods, search, training
+from ega import cli, search
+from ega import config as method_config
 from ega.arrays import InputError, normalize
+from ega.config import config_to_dict, parse_config
 from ega.datasets import DATASETS, released_class_split
 from ega.encoders import encoder_spec
 from ega.experiments import cli as paper_cli
@@ -250,14 +252,14 @@ def test_unnormalised_rows_are_refused(packs):
 def test_added_fields_change_the_run_id_only_when_set():
     base = runs.build_config("unseen", "cub100", "ega_released")
     assert not {"self_positive", "schedule"} & (
-        training.config_to_dict(base)["loss"].keys() | training.config_to_dict(base)["train"].keys()
+        config_to_dict(base)["loss"].keys() | config_to_dict(base)["train"].keys()
     )
     changed = [
         replace(base, loss=replace(base.loss, self_positive=True)),
         replace(base, train=replace(base.train, schedule="constant")),
     ]
     assert len({c.run_id for c in (base, *changed)}) == 3 and all(
-        methods.parse_config(RunConfig, training.config_to_dict(c)) == c for c in changed
+        parse_config(RunConfig, config_to_dict(c)) == c for c in changed
     )
 
 
@@ -265,7 +267,7 @@ def test_deviations_name_existing_fields_or_a_reason():
     d = pd.read_csv(root / "data/deviations.csv", dtype=str, keep_default_na=False)
     parts = {
         c.__name__: {f.name for f in fields(c)}
-        for m in (runs, methods, training, protocols, search)
+        for m in (runs, method_config, protocols, search)
         for c in vars(m).values()
         if isinstance(c, type) and is_dataclass(c)
     }

@@ -35,7 +35,6 @@ from ega import (
     encoders,
     estimator,
     index,
-    methods,
     monitor,
     packs,
     training,
@@ -44,6 +43,7 @@ from ega import (
 )
 from ega.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
 from ega.arrays import InputError, normalize
+from ega.config import config_to_dict, parse_config
 from ega.experiments import cli as paper_cli
 from ega.experiments import grids, published, runs
 from ega.files import hash_arrays, read_json
@@ -753,7 +753,7 @@ _RAN, CONFIG = [], runs.build_config("unseen", "cub100", "frozen")
 def stored(folder):
     s = grids.ResultStore(folder, "unseen")
     f = s.read()
-    return f"{sorted(s.ids())} {len(f)} {[methods.parse_config(runs.RunConfig, c).run_id for c in f.config]}"
+    return f"{sorted(s.ids())} {len(f)} {[parse_config(runs.RunConfig, c).run_id for c in f.config]}"
 
 
 READERS["results"] = Reader(write_results, stored)
@@ -775,14 +775,12 @@ def repository(folder):
 
 
 def write_config(folder):
-    (folder / "c.json").write_text(
-        json.dumps(training.config_to_dict(runs.build_config("unseen", "cub100", "supcon_preserve")))
-    )
+    (folder / "c.json").write_text(json.dumps(config_to_dict(runs.build_config("unseen", "cub100", "supcon_preserve"))))
     return ["c.json"]
 
 
 READERS["configuration"] = Reader(
-    write_config, lambda f: methods.parse_config(runs.RunConfig, read_json(f / "c.json", "a configuration")).run_id
+    write_config, lambda f: parse_config(runs.RunConfig, read_json(f / "c.json", "a configuration")).run_id
 )
 
 

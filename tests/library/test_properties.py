@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega import training
 from ega.arrays import InputError, check_labels, normalize, spawn_rngs
-from ega.config import METHODS, parse_config
+from ega.config import METHODS, config_to_dict, parse_config
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import RunConfig, build_config
 from ega.files import open_npy, read_csv_columns, read_npz
@@ -320,7 +319,7 @@ def test_configurations_round_trip_with_one_run_id(tmp_path, pytestconfig, count
 
     def check(method, epochs, seed, split, hidden):
         c = build_config("unseen", "cub100", method, hidden=hidden, epochs=epochs, seed=seed, split_seed=split)
-        text = json.dumps(training.config_to_dict(c))
+        text = json.dumps(config_to_dict(c))
         assert (
             parse_config(RunConfig, text) == parse_config(RunConfig, json.loads(text)) == c
             and parse_config(RunConfig, text).run_id == c.run_id

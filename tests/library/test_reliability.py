@@ -26,6 +26,7 @@ from ega import cli, datasets, embed, packs, training, transform
 from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.closed_form import WCCN
+from ega.config import TrainConfig
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.experiments import grids, runs
@@ -118,7 +119,7 @@ def fitted(folder):
         x,
         y,
         rngs=s,
-        config=training.TrainConfig(epochs=6, batch_size=32),
+        config=TrainConfig(epochs=6, batch_size=32),
         device="cpu",
         checkpoint=folder / "c.safetensors",
         checkpoint_interval=0,
@@ -580,7 +581,7 @@ x = normalize(np.random.default_rng(0).normal(size=(600, 96))); y = np.arange(60
 for n in (1, 2, 2):
     torch.set_num_threads(n); threadpool_limits(n)
     f = ReleasedEGA(96, hidden=256, gen=torch_generator(spawn_rngs(0).init))
-    config = training.TrainConfig(epochs=2, batch_size=128)
+    config = TrainConfig(epochs=2, batch_size=128)
     training.train(f, training.batch_triplet_objective(.2), x, y, rngs=spawn_rngs(0), config=config, device="cpu")
     z = transform(f, x, device="cpu")
     made = {{"train": [p.numpy() for p in f.state_dict().values()], "transform": [z]}}
