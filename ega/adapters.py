@@ -383,12 +383,14 @@ class LoRAAdapter(nn.Module):
 
 # %% ../nbs/library/09_adapters.ipynb #linear
 class LinearAdapter(nn.Module):
-    """One square matrix: f(x) = l2(x + W x), with W = 0 at the start.
+    """One square matrix and, if asked for, an offset: f(x) = l2(x + W x + b), with W = 0 and b = 0 at the start.
 
     Parameters
     ----------
     d : int
         Columns of the embeddings.
+    bias : bool, default=False
+        Whether there is an offset b; a map that subtracts a mean first needs one.
     gen : torch.Generator, optional
         Accepted so that all adapters are built alike; nothing is drawn.
 
@@ -404,7 +406,8 @@ class LinearAdapter(nn.Module):
 
     Notes
     -----
-    The adapter has d^2 weights. A search library can apply `as_matrix()` and the normalisation itself.
+    The adapter has d^2 weights, with a bias d more. A search library can apply `as_matrix()`, `offset` and the
+    normalisation itself.
 
     Examples
     --------
@@ -418,23 +421,27 @@ class LinearAdapter(nn.Module):
             [0., 1.]])
     """
 
-    def __init__(self, d: int, *, gen: torch.Generator | None = None):
+    def __init__(self, d: int, *, bias: bool = False, gen: torch.Generator | None = None):
         super().__init__()
         _check_sizes(d=d)
-        self.d = d
+        if not isinstance(bias, bool):
+            raise InputError(f"bias must be True or False, got {bias!r}")
+        self.d, self.bias = d, bias
         self.weight = nn.Parameter(torch.zeros(d, d))  # W
+        self.offset = nn.Parameter(torch.zeros(d)) if bias else None  # b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        return l2_normalize(_check_width(x, self.d) + _linear_product(self, x, self.weight))
+        u = _check_width(x, self.d) + _linear_product(self, x, self.weight)
+        return l2_normalize(u if self.offset is None else u + self.offset)
 
     def as_matrix(self) -> torch.Tensor:
-        "The (d, d) matrix M = I + W with f(x) = l2(M x), detached."
+        "The (d, d) matrix M = I + W with f(x) = l2(M x + b), detached."
         return (torch.eye(self.d).to(self.weight) + self.weight).detach()
 
     def extra_repr(self) -> str:
         "The size, for repr."
-        return f"d={self.d}"
+        return f"d={self.d}, bias=True" if self.bias else f"d={self.d}"
 
 # %% ../nbs/library/09_adapters.ipynb #parameter-count
 def count_parameters(
@@ -485,7 +492,7 @@ def scale_residual(
     _check_strength(strength)
     scaled = copy.deepcopy(adapter)
     if isinstance(scaled, LinearAdapter):
-        last_layer = [scaled.weight]
+        last_layer = list(scaled.parameters())
     elif isinstance(scaled, LoRAAdapter):
         last_layer = [scaled.B]
     else:
@@ -497,24 +504,31 @@ def scale_residual(
 
 # %% ../nbs/library/09_adapters.ipynb #folded
 def merge_linear(
-    matrix: np.ndarray,  # (d, k) of a closed form u = l2(x @ matrix), k <= d
-    adapter: LinearAdapter | LoRAAdapter | None = None,  # trained on u; None: the closed form alone
+    matrix: np.ndarray,  # (d, k) of a closed form u = l2((x - mean) @ matrix), k <= d
+    adapter: LinearAdapter | LoRAAdapter | None = None,  # trained on u, without a bias; None: the closed form alone
     *,
-    x: np.ndarray,  # (n, d) unit rows that set the scale: their mean |A x| becomes 1
-) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0
+    mean: np.ndarray | None = None,  # (d,) of the closed form; None: zeros
+    x: np.ndarray,  # (n, d) unit rows that set the scale: the mean norm of A (x - mean) becomes 1
+) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0; with a bias where the mean is not zero
     "Merge a closed form and the linear adapter trained on its output into one LinearAdapter."
     d, k = matrix.shape
     if k > d:
         raise InputError(
             f"the closed form must keep at most d = {d} columns, got {k}; an adapter of {d} columns cannot hold it"
         )
+    if isinstance(adapter, LinearAdapter) and adapter.bias:
+        raise InputError("an adapter with a bias cannot be merged: u has norm 1, and b would be added after that")
+    mean = np.zeros(d) if mean is None else np.asarray(mean, np.float64)
     A = np.zeros((d, d))
     A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
     # The normalisation removes a common factor of A, but scale_residual adds x to A x, so the factor must be fixed.
-    A /= np.linalg.norm(check_embeddings(x, dim=d) @ A.T.astype(np.float32), axis=1).mean()
-    linear = LinearAdapter(d)
+    centred = check_embeddings(x, dim=d) - mean.astype(np.float32)
+    A /= np.linalg.norm(centred @ A.T.astype(np.float32), axis=1).mean()
+    linear = LinearAdapter(d, bias=bool(mean.any()))
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(A - np.eye(d)))
+        if linear.offset is not None:
+            linear.offset.copy_(torch.from_numpy(-A @ mean))
     return linear.eval()
 
 # %% ../nbs/library/09_adapters.ipynb #capped
@@ -560,7 +574,7 @@ ADAPTER_TYPES: dict[str, tuple[type, tuple[str, ...]]] = {  # class name -> clas
     "PaperEGA": (PaperEGA, ("d", "hidden")),
     "ReleasedEGA": (ReleasedEGA, ("d", "hidden")),
     "LoRAAdapter": (LoRAAdapter, ("d", "rank", "scale")),
-    "LinearAdapter": (LinearAdapter, ("d",)),
+    "LinearAdapter": (LinearAdapter, ("d", "bias")),
     "BoundedDisplacementAdapter": (BoundedDisplacementAdapter, ("inner",)),
 }
 

@@ -125,7 +125,7 @@ def as_transform(
     if isinstance(adapter, torch.nn.Module) and hasattr(adapter, "d"):
         fingerprint = adapter_fingerprint(adapter)
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
-        if hasattr(module, "as_matrix"):
+        if hasattr(module, "as_matrix") and not getattr(module, "bias", False):
             return _from_matrix(module.as_matrix(), fingerprint, module)
         return IndexTransform(
             _of_any_norm(partial(transform, module), module.d), module.d, module.d, fingerprint, None, module

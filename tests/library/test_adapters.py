@@ -27,7 +27,9 @@ from ega.adapters import (
     interpolate,
     l2_normalize,
     load_adapter,
+    merge_linear,
     save_adapter,
+    scale_residual,
     transform,
 )
 from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
@@ -519,7 +521,7 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
             "PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter, got .BoundedDisplacementAdapter.",
         ),
         (
-            dict(about={"sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": -1}}}}),
+            dict(about={"sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": -1, "bias": False}}}}),
             "no LinearAdapter can be built",
         ),
         (dict(about={"sizes": {"inner": {"kind": ["x"], "sizes": {}}}}), "kind must be one of"),
@@ -697,3 +699,40 @@ def test_ablation_without_residual_collapses_to_two_points():
         optimizer.step()
     z = f.eval()(x).detach()
     assert torch.allclose(z.abs(), torch.full_like(z, 8**-0.5), atol=1e-4) and (z.std(1) < 1e-4).all()
+
+
+@pytest.mark.parametrize("k", [3, 6])
+def test_centred_closed_form_becomes_one_adapter_with_a_bias(k, tmp_path):
+    rng = np.random.default_rng(0)
+    x, matrix, mean = normalize(rng.normal(size=(40, 6)) + 1), rng.normal(size=(6, k)), rng.normal(size=6)
+    trained_on_u = trained(LinearAdapter(k))
+    u = normalize((x - mean) @ matrix)
+    for adapter, expected in ((None, u), (trained_on_u, transform(trained_on_u, u, device="cpu"))):
+        merged = merge_linear(matrix, adapter, mean=mean, x=x)
+        z = transform(merged, x, device="cpu")
+        assert merged.bias and np.abs(z[:, :k] - expected).max() < 1e-5 and not z[:, k:].any()
+        inner = (torch.from_numpy(x) @ merged.as_matrix().T + merged.offset).detach()
+        assert abs(inner.norm(dim=1).mean() - 1) < 1e-5
+        loaded = load_adapter(save_adapter(merged, tmp_path / "f.safetensors"))
+        assert loaded.bias and np.array_equal(transform(loaded, x, device="cpu"), z)
+
+
+def test_scale_residual_scales_the_offset_too():
+    x, adapter = rows(9, 5), trained(LinearAdapter(5, bias=True))
+    half = scale_residual(adapter, 0.5)
+    expected = l2_normalize(x + 0.5 * (x @ adapter.weight.T + adapter.offset))
+    assert torch.allclose(half(x), expected, atol=1e-6) and torch.equal(
+        scale_residual(adapter, 0.0)(x), l2_normalize(x)
+    )
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: LinearAdapter(4, bias=1), "bias must be True or False"),
+        (lambda: merge_linear(np.eye(4), LinearAdapter(4, bias=True), x=np.eye(4)), "with a bias cannot be merged"),
+    ],
+)
+def test_bad_bias_is_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()

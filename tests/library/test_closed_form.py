@@ -10,7 +10,18 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, LDAMap, LogitMap, PCAMap, ValidatedWCCN, class_covariances, shrunk_inverse_power
+from ega.closed_form import (
+    WCCN,
+    ClassStatistics,
+    DiscriminantWhitening,
+    LDAMap,
+    LogitMap,
+    PCAMap,
+    ValidatedWCCN,
+    class_covariances,
+    discriminant_path,
+    shrunk_inverse_power,
+)
 
 MAPS = [
     WCCN(),
@@ -22,6 +33,7 @@ MAPS = [
     PCAMap(4, shrinkage=0.3),
     PCAMap(whiten=False),
     LogitMap(),
+    DiscriminantWhitening(0.4, shrinkage=0.2),
 ]
 
 
@@ -322,3 +334,114 @@ def test_closed_form_imports_no_torch():
     "In a fresh process: importing the module does not load torch, which takes seconds."
     code = "import sys, ega.closed_form; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def statistics_of(x, y):
+    return ClassStatistics(x.shape[1]).update(x, y)
+
+
+def same_statistics(a, b):
+    return (
+        np.array_equal(a.classes, b.classes)
+        and np.array_equal(a.counts, b.counts)
+        and np.allclose(a.sums, b.sums, atol=1e-10)
+        and np.allclose(a.squares, b.squares, atol=1e-9)
+    )
+
+
+def test_statistics_equal_a_loop_over_rows():
+    x, y = elongated_classes()
+    y[::7] = -1
+    s, rows = statistics_of(x, y), x[y >= 0].astype("f8")
+    assert s.n == len(rows) and np.allclose(s.mean, rows.mean(0))
+    assert np.allclose(s.squares, sum(np.outer(row, row) for row in rows))
+    for c, count, total in zip(s.classes, s.counts, s.sums):
+        assert count == (y == c).sum() and np.allclose(total, x[y == c].astype("f8").sum(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_statistics_add_and_subtract_over_any_parts(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    x, y = elongated_classes(seed=seed)
+    y[rng.random(len(y)) < 0.2] = -1
+    part = rng.integers(0, 4, len(y))  # some parts may lack some classes
+    parts = [statistics_of(x[part == p], y[part == p]) for p in range(4)]
+    merged = ClassStatistics(x.shape[1])
+    for p in rng.permutation(4):
+        merged.merge(ClassStatistics.load(parts[p].save(tmp_path / f"{p}.npz")))
+    assert same_statistics(merged, statistics_of(x, y))
+    merged.subtract(parts[2])
+    assert same_statistics(merged, statistics_of(x[part != 2], y[part != 2]))
+    fits = [
+        DiscriminantWhitening(0.4).fit_statistics(merged),
+        DiscriminantWhitening(0.4).fit(x[part != 2], y[part != 2]),
+    ]
+    assert np.abs(fits[0].transform(x) - fits[1].transform(x)).max() < 1e-5
+
+
+def test_a_class_without_rows_leaves_the_statistics():
+    x, y = elongated_classes()
+    s = statistics_of(x, y).subtract(statistics_of(x[y == 3], y[y == 3]))
+    assert 3 not in s.classes and len(s.sums) == len(s.classes) == 19
+
+
+@pytest.mark.parametrize("g", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("classes", [5, 20])  # fewer and more than the 8 dimensions
+def test_discriminant_whitening_equals_its_formula(g, classes):
+    x, y = elongated_classes(classes)
+    within, between = class_covariances(x, y)
+    R = shrunk_inverse_power(within, 0.5)
+    l, U = np.linalg.eigh(R @ between @ R)
+    v = (1 - g) + g * np.sqrt(np.clip(l, 0, None) / (np.clip(l, 0, None) + 0.1 * l.mean()))
+    expected = normalize((x - x.mean(0)) @ (R @ U * v))
+    z = DiscriminantWhitening(g).fit_transform(x, y)
+    assert np.abs(z @ z.T - expected @ expected.T).max() < 1e-5
+
+
+def test_discrimination_0_is_centred_whitening_and_a_path_equals_single_fits():
+    x, y = elongated_classes()
+    path = discriminant_path(statistics_of(x, y), [0.0, 0.25, 1.0], shrinkage=0.2)
+    assert np.abs(path[0].transform(x) - WCCN(0.2, center=True).fit_transform(x, y)).max() < 1e-5
+    for m in path:
+        alone = DiscriminantWhitening(m.discrimination, shrinkage=0.2).fit(x, y)
+        assert np.array_equal(m.matrix_, alone.matrix_) and np.array_equal(m.mean_, alone.mean_)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda s, p: s.update(np.ones((2, 3)), [0, 1]), "8 columns"),
+        (lambda s, p: s.update(np.ones((2, 8)), [0]), "one label per row"),
+        (lambda s, p: s.merge(ClassStatistics(3)), "8 columns, got 3"),
+        (lambda s, p: s.subtract(ClassStatistics(8).update(np.ones((16, 8)), np.zeros(16, int))), "hold 15"),
+        (lambda s, p: s.subtract(ClassStatistics(8).update(np.ones((1, 8)), [99])), "class 99"),
+        (lambda s, p: ClassStatistics(8).covariances(), "2 classes"),
+        (lambda s, p: ClassStatistics(0), "d must be"),
+        (lambda s, p: s.save(p / "a.npy"), "ends in .npz"),
+        (lambda s, p: discriminant_path(s, [1.5]), "[0, 1]"),
+        (lambda s, p: DiscriminantWhitening(0.3, shrinkage=2).fit_statistics(s), "[0, 1]"),
+    ],
+)
+def test_bad_statistics_are_refused(call, text, tmp_path):
+    with pytest.raises(InputError) as error:
+        call(statistics_of(*elongated_classes()), tmp_path)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("sums", np.zeros((2, 3))),
+        ("counts", np.zeros(20, int)),
+        ("classes", np.zeros(20, int)),
+        ("squares", np.full((8, 8), np.nan)),
+        ("squares", np.zeros(8)),
+        ("classes", np.array(["a"] * 20)),
+    ],
+)
+def test_damaged_statistics_are_refused(name, value, tmp_path):
+    s = statistics_of(*elongated_classes())
+    arrays = {key: getattr(s, key) for key in ("classes", "counts", "sums", "squares")} | {name: value}
+    np.savez(tmp_path / "s.npz", **arrays)
+    with pytest.raises(InputError, match="save it again"):
+        ClassStatistics.load(tmp_path / "s.npz")
