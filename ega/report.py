@@ -649,10 +649,11 @@ def _plot_recall(ax, c):
 
 # %% ../nbs/library/28_report.ipynb #html-page
 def _colour(header, text):
-    "HTML attributes of a table cell: changes are coloured, unless their interval contains 0."
-    if header != "change" or ("[-" in text and ", +" in text) or text[1:] == "0.0":
+    "HTML attributes of a table cell: changes are coloured, unless their interval, as it is printed, contains 0."
+    printed = [float(number) for number in re.findall(r"[+-][0-9.]+", text)]
+    if header != "change" or not printed or min(printed) <= 0 <= max(printed):
         return {}
-    return {"class": "gain"} if text.startswith("+") else {"class": "loss"}
+    return {"class": "gain" if printed[0] > 0 else "loss"}
 
 
 def _unbroken(text):

@@ -17,6 +17,7 @@ from ega.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summar
 from ega.metrics import loo_lp_at_k
 from ega.report import (
     EffectiveRankStats,
+    _colour,
     collapse_warning,
     compare_spaces,
     effective_rank_stats,
@@ -329,3 +330,20 @@ def test_command_separates_training_rows_and_new_classes(tmp_path, capsys):
         main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.txt")]) == 2
         and not (tmp_path / "r.txt").exists()
     )
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("+3.5 [+1.5, +5.5]", "gain"),
+        ("-3.5 [-5.5, -1.5]", "loss"),
+        ("-1.8 [-5.0, +0.0]", None),
+        ("+0.0 [+0.0, +0.0]", None),
+        ("+1.0 [-0.2, +2.2]", None),
+        ("+0.4", "gain"),
+        ("-0.0", None),
+        ("–", None),
+    ],
+)
+def test_a_change_is_coloured_unless_its_printed_interval_contains_0(text, kind):
+    assert _colour("change", text) == ({"class": kind} if kind else {}) and _colour("adapted", text) == {}
