@@ -125,7 +125,10 @@ TASKS = {
     "Select and fit an adapter": ("estimator.EmbeddingAdapter", "selection.select_adapter", "methods.fit_adapter"),
     "Adapters and closed forms": (
         *(f"adapters.{name}" for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")),
-        *(f"closed_form.{name}" for name in ("WCCN", "ValidatedWCCN", "LDAMap", "PCAMap")),
+        *(
+            f"closed_form.{name}"
+            for name in ("WCCN", "DiscriminantWhitening", "ClassStatistics", "ValidatedWCCN", "LDAMap", "PCAMap")
+        ),
     ),
     "Train": ("training.train", "losses.supcon"),
     "Evaluate": (

@@ -96,7 +96,7 @@ def test_run_id_covers_the_whole_configuration():
 def test_unknown_names_are_refused(packs):
     for change, words in (
         (dict(benchmark="x"), "benchmark must be one of"),
-        (dict(method="x"), "method must be one of"),
+        (dict(method="x"), "method must be a key of"),
         (dict(method="supcon tau=warm"), "name=number, got 'tau=warm'"),
         (dict(method="supcon tau"), "name=number"),
     ):

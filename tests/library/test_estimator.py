@@ -742,7 +742,15 @@ def test_methods_of_an_unfitted_estimator_raise_notfittederror(fitted):
             call()
 
 
-def test_ctrl_c_while_fit_saves_leaves_both_files(files, tmp_path, monkeypatch):
+@pytest.fixture
+def sigint():
+    "The SIGINT handler of Python, also where the tests were started in the background, which ignores the signal."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_fit_saves_leaves_both_files(sigint, files, tmp_path, monkeypatch):
     "The weights are written first; an interruption behind them waits until the description is written."
     x, y, out = files / "x.npy", files / "y.csv", tmp_path / "a"
 
@@ -757,7 +765,7 @@ def test_ctrl_c_while_fit_saves_leaves_both_files(files, tmp_path, monkeypatch):
     assert EmbeddingAdapter.load(out).method == "wccn" != before.method
 
 
-def test_ctrl_c_during_fit_writes_nothing(files, tmp_path, monkeypatch):
+def test_ctrl_c_during_fit_writes_nothing(sigint, files, tmp_path, monkeypatch):
     monkeypatch.setattr(estimator, "fit_adapter", lambda *args, **settings: signal.raise_signal(signal.SIGINT))
     out = tmp_path / "a"
     assert main(["fit", str(files / "x.npy"), str(files / "y.csv"), "-o", str(out), "--quiet"]) == 130
