@@ -26,7 +26,7 @@ from ega.arrays import (
     normalize,
     rows_by_class,
 )
-from .files import atomic_write, read_npz
+from .files import atomic_write, check_output, check_path, read_npz
 from .metrics import loo_lp_at_k
 
 # %% ../nbs/library/15_closed_form.ipynb #linearmap
@@ -103,6 +103,8 @@ class _ClassSums:
         return self
 
     def _check_width(self, other) -> None:
+        if not isinstance(other, _ClassSums):
+            raise InputError(f"expected ClassStatistics, got {type(other).__name__}")
         if other.d != self.d:
             raise InputError(f"the statistics must be of {self.d} columns, got {other.d}; use one encoder for all rows")
 
@@ -112,9 +114,7 @@ class _StoredClassSums(_ClassSums):
 
     def save(self, path: "Path | str") -> Path:
         "Write the statistics to an .npz file; returns its path."
-        path = Path(path)
-        if path.suffix != ".npz":
-            raise InputError(f"{path}: expected a name that ends in .npz, got {path.name!r}; rename it")
+        path = check_output(path, endings=(".npz",), overwrite=True)
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, **{name: getattr(self, name) for name in _STATISTICS})
         return path
@@ -122,7 +122,7 @@ class _StoredClassSums(_ClassSums):
     @classmethod
     def load(cls: type[_Statistics], path: "Path | str") -> _Statistics:
         "Read statistics written by `save`, or raise `InputError`."
-        arrays = read_npz(path, _STATISTICS, "statistics written by ClassStatistics.save")
+        arrays = read_npz(check_path(path), _STATISTICS, "statistics written by ClassStatistics.save")
         squares = arrays["squares"]
         d = len(squares) if squares.ndim == 2 else 0
         C = len(arrays["classes"]) if arrays["classes"].ndim == 1 else -1
@@ -542,8 +542,10 @@ def discriminant_path(
     shrinkage: float = 0.5,  # of the within-class covariance, in [0, 1]
 ) -> list[DiscriminantWhitening]:  # one fitted map for each value
     "Fit `DiscriminantWhitening` for several values of `discrimination`, from one decomposition."
-    if wrong := [g for g in discriminations if not 0 <= g <= 1]:
-        raise InputError(f"discrimination must lie in [0, 1], got {wrong[0]}; 0 whitens alone")
+    for g in discriminations:
+        check_number(g, "discrimination (0 whitens alone)", minimum=0, maximum=1)
+    if not isinstance(statistics, ClassStatistics):
+        raise InputError(f"statistics must be ClassStatistics, got {type(statistics).__name__}")
     R = shrunk_inverse_power(statistics.covariances()[0], shrinkage)
     R *= np.sqrt(len(R) / np.square(R).sum())
     l, U = _between_directions(statistics.between_factor() @ R)

@@ -417,7 +417,7 @@ def test_discrimination_0_is_centred_whitening_and_a_path_equals_single_fits():
         (lambda s, p: s.subtract(ClassStatistics(8).update(np.ones((1, 8)), [99])), "class 99"),
         (lambda s, p: ClassStatistics(8).covariances(), "2 classes"),
         (lambda s, p: ClassStatistics(0), "d must be"),
-        (lambda s, p: s.save(p / "a.npy"), "ends in .npz"),
+        (lambda s, p: s.save(p / "a.npy"), "ending in .npz"),
         (lambda s, p: discriminant_path(s, [1.5]), "[0, 1]"),
         (lambda s, p: DiscriminantWhitening(0.3, shrinkage=2).fit_statistics(s), "[0, 1]"),
     ],

@@ -21,7 +21,15 @@ from ega import (
 )
 from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
 from ega.arrays import spawn_rngs
-from ega.closed_form import WCCN, LDAMap, PCAMap, ValidatedWCCN
+from ega.closed_form import (
+    WCCN,
+    ClassStatistics,
+    DiscriminantWhitening,
+    LDAMap,
+    PCAMap,
+    ValidatedWCCN,
+    discriminant_path,
+)
 from ega.config import TrainConfig, build_method_config
 from ega.embed import embed
 from ega.index import IndexStore
@@ -69,6 +77,7 @@ def make_calls(folder):
     fitted = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
     fitted.save(out("fitted"))
     save_adapter(LinearAdapter(8), out("a.safetensors"))
+    statistics = ClassStatistics(8).update(x, y)
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
     index.save(out("index"))
     monitor = Monitor.fit(x, matrix, k=3, horizon=10)
@@ -144,6 +153,20 @@ def make_calls(folder):
         ],
         "closed_form.WCCN": [
             (closed_form(WCCN), data, {"x": MATRICES, "y": LABELS, "shrinkage": NUMBERS, "power": NUMBERS[:-3]})
+        ],
+        "closed_form.DiscriminantWhitening": [
+            (closed_form(DiscriminantWhitening), data, dict.fromkeys(("discrimination", "shrinkage"), NUMBERS)),
+            (closed_form(DiscriminantWhitening), data, {"x": MATRICES, "y": LABELS}),
+            (DiscriminantWhitening().fit_statistics, {"statistics": statistics}, {"statistics": OBJECTS}),
+            (discriminant_path, {"statistics": statistics, "discriminations": [0.5]}, {"statistics": OBJECTS}),
+        ],
+        "closed_form.ClassStatistics": [
+            (ClassStatistics, {"d": 8}, {"d": NUMBERS}),
+            (ClassStatistics(8).update, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
+            (ClassStatistics(8).merge, {"other": statistics}, {"other": OBJECTS}),
+            (statistics.subtract, {"other": ClassStatistics(8)}, {"other": OBJECTS}),
+            (statistics.save, {"path": out("s.npz")}, {"path": PATHS}),
+            (ClassStatistics.load, {"path": statistics.save(out("t.npz"))}, {"path": PATHS}),
         ],
         "closed_form.ValidatedWCCN": [
             (closed_form(ValidatedWCCN), data, dict.fromkeys(("shrinkage", "cv", "max_rows"), NUMBERS)),
