@@ -110,6 +110,8 @@ def check_generator(
 # %% ../nbs/library/01_arrays.ipynb #to-numpy
 def _to_numpy(a, name):
     "Convert anything array-like to a NumPy array, without copying when possible."
+    if np.ma.isMaskedArray(a) and np.ma.getmaskarray(a).any():
+        raise InputError(f"{name} is a masked array with masked values; fill them in or drop their rows")
     if hasattr(a, "detach"):  # a torch tensor
         a = a.detach().cpu()
         a = a.float() if a.is_floating_point() else a  # NumPy has no bfloat16
@@ -393,6 +395,18 @@ def _unlabelled_values(
     return none
 
 # %% ../nbs/library/01_arrays.ipynb #encode-labels
+def _check_blanks(classes):
+    "Raise `InputError` if two texts differ only in the blanks around them."
+    written: dict[str, str] = {}
+    for text in classes.tolist() if classes.dtype.kind == "U" else ():
+        other = written.setdefault(text.strip(), text)
+        if other != text:
+            raise InputError(
+                f"labels {other!r} and {text!r} differ only in the blanks around them; strip them, such as with "
+                "y.str.strip()"
+            )
+
+
 def _to_classes(
     values,  # distinct labels, without those that mean `no label`
 ):  # (C,) int64 or str, ascending
@@ -434,6 +448,7 @@ def encode_labels(
     counts = dict(zip(values, np.bincount(position[position >= 0], minlength=len(values)).tolist()))
     none = _unlabelled_values(counts, unlabelled)
     classes = _to_classes([value for value in values if value not in none])
+    _check_blanks(classes)
     number = {label: i for i, label in enumerate(classes.tolist())}  # 3.0 finds the key 3
     of_value = [-1 if value in none else number[value] for value in values]
     return np.array([*of_value, -1], dtype=np.int64)[position], classes
@@ -485,11 +500,26 @@ def match_classes(
         )
     known = np.isin(classes, fitted)
     if kind == "texts":
-        written = {number: text for text in fitted.tolist() if (number := _written_integer(text)) is not None}
-        for text in classes[~known].tolist():
-            if same := written.get(_written_integer(text)):
-                raise InputError(f"label {text!r} and class {same!r} of fit are the same number; write them alike")
+        _check_spelling(classes[~known].tolist(), fitted.tolist())
     return known
+
+
+def _check_spelling(unknown, fitted):
+    "Raise `InputError` if unknown texts (list) are classes of fit (list) written in another way, or all numbers."
+    written = {number: text for text in fitted if (number := _written_integer(text)) is not None}
+    folded = {text.strip().casefold(): text for text in fitted}
+    for text in unknown:
+        if same := written.get(_written_integer(text)):
+            raise InputError(f"label {text!r} and class {same!r} of fit are the same number; write them alike")
+        if same := folded.get(text.strip().casefold()):
+            raise InputError(
+                f"label {text!r} and class {same!r} of fit differ only in case or blanks; write them alike"
+            )
+    if unknown and not written and all(_written_integer(text) is not None for text in unknown):
+        raise InputError(
+            f"labels must be names of classes, as in fit, such as {fitted[:3]}, got numbers such as {unknown[:3]}; "
+            "give the names that the numbers stand for"
+        )
 
 
 def check_rows_per_class(

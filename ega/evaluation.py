@@ -267,6 +267,13 @@ def caveats(
     notes = []
     if "trained on" in set(table.group):
         notes.append("Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.")
+    if "seen" in set(table.group):
+        notes.append(
+            "Seen: rows of classes the adapter was fitted on. Copies of fitted rows that were rounded after the fit, "
+            "such as to float16, may be among them."
+        )
+    if set(table.group) == {"unseen"}:
+        notes.append("No labelled row is of a class that the adapter was fitted on: compare the names of the classes.")
     if "unseen" not in set(table.group):
         notes.append(
             "There is no query of an unseen class, so nothing is said about unseen classes. Leave classes out of the "

@@ -219,11 +219,17 @@ def _check_ids(ids, n, existing):
         if existing.dtype.kind != "i":
             raise InputError("ids must be given where the index has text ids")
         ids = np.arange(n) + (existing.max() + 1 if len(existing) else 0)
+    given = ids if isinstance(ids, (list, tuple)) else None  # NumPy turns a missing value among texts into a text
     try:
         ids = np.asarray(ids)
     except ValueError as error:
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
+    is_text = [isinstance(i, str) for i in (ids if given is None else given)] if ids.dtype.kind in "OU" and ids.ndim else []
+    if not all(is_text):
+        raise InputError(f"ids must be {n} integers or texts, got a mix of types or missing values; fill them in")
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
+    if ids.dtype.kind == "U" and (ids == "").any():
+        raise InputError("ids must not be empty texts, because an empty text marks a missing neighbour")
     if ids.shape != (n,) or ids.dtype.kind not in "iuU":
         raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}")
     ids = ids.astype(np.int64) if ids.dtype.kind != "U" else ids
@@ -314,14 +320,15 @@ class _IndexState:
         """
         for name, value in settings.items():
             kind = type(self.index).__name__
-            check_number(value, name)
+            check_positive_int(value, name) if name in ("nprobe", "efSearch") else check_number(value, name)
             with _faiss_errors(f"{name} must be a search parameter of {kind}, got {name}={value!r}"):
                 import_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
 
 # %% ../nbs/library/25_index.ipynb #put
 _INDEX_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
-    r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|\.(index|ids|about)\..*\.tmp"
+    r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json|safetensors)|adapter-.{1,16}|made_from\.json"
+    r"|\.(index|ids|about|made_from)\..*\.tmp"
 )
 
 
@@ -573,6 +580,8 @@ def _search_rows(index, xq, k, adapted_by):
     else:
         _check_adapted_by(index.adapter, adapted_by)
         z = as_unit_rows(xq, "xq", dim=index.adapter.output_dim)
+    if not index.index.is_trained:
+        raise InputError("the index is empty and its quantizer is not trained; add embeddings before you search")
     D, rows = index.index.search(z, k)
     if not len(index):  # FAISS 1.8 returns uninitialised distances from an empty index
         return Neighbours(np.full(rows.shape, np.inf, np.float32), np.full_like(rows, -1))
@@ -727,6 +736,18 @@ def fit_query_only(
     return QueryOnlyFit(B, ar_at_1, adapter_ar_at_1, RIDGE_GRID[best])
 
 # %% ../nbs/library/25_index.ipynb #module
+def _check_made_from(folder, made_from):
+    "Raise `InputError` if a finished version was built from another file, with another factory or with other ids."
+    before = read_json(folder / "made_from.json", "what a version was built from", hint="drop the version")
+    for name, value in made_from.items():
+        if before.get(name) != value:
+            what = {"source": "from another file of vectors, or the file has changed", "ids": "with other ids"}
+            raise InputError(
+                f"{folder} was built {what.get(name, f'with {name}={before.get(name)!r}')}; "
+                "drop this version with IndexStore.drop, or build in another folder"
+            )
+
+
 def _file_adapter(m):
     "A module that `transform_file` can run in place of the transform."
     if m.module is not None:
@@ -769,14 +790,19 @@ def _source_ids(source: Path, rows: VectorFile, ids):
 def _build_version(folder, m, source, index_factory, ids, column, batch_size, progress):
     "Adapt a file of raw embeddings and build a version from it; what is finished is not computed again."
     name = m.fingerprint[:16]
-    if not (folder / name / "about.json").exists():
-        rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
-        ids = _source_ids(source, rows, ids)
-        call = json.dumps([*file_stat_key(source), rows.column])
-        call_hash = hash_arrays(np.frombuffer(call.encode(), np.uint8))[:8]  # another call does not reuse these rows
+    rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
+    ids = _source_ids(source, rows, ids)
+    call = json.dumps([*file_stat_key(source), rows.column])
+    call_hash = hash_arrays(np.frombuffer(call.encode(), np.uint8))[:8]  # another call does not reuse these rows
+    made_from = {"source": call_hash, "index_factory": index_factory, "ids": hash_arrays(np.asarray(ids))}
+    if (folder / name / "about.json").exists():
+        _check_made_from(folder / name, made_from)
+    else:
         adapted = folder / f"{name}.rows-{call_hash}{source.suffix}"
         if not adapted.exists():
             transform_file(_file_adapter(m), source, adapted, column=column, progress=progress)
+        with atomic_write(folder / name / "made_from.json") as temporary:
+            temporary.write_text(json.dumps(made_from))
         _add_file(index, open_vectors(adapted, m.input_dim, rows.column), ids, batch_size).save(folder / name)
     for path in folder.glob(f"{name}.rows*"):
         path.unlink()

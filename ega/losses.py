@@ -183,14 +183,14 @@ def nca_half_repulsion(
     z: torch.Tensor,  # (N, d) unit rows
     y: torch.Tensor,  # (N,) int labels
     tau: float = 0.1,  # temperature, > 0
-    lam: float = 0.5,  # weight of the repulsion; 1 is NCA
+    repulsion_weight: float = 0.5,  # 1 is NCA
 ) -> torch.Tensor:  # scalar, nats
-    "The loss released as SRL: NCA with its repulsion multiplied by lam (hpdic/EGA, scripts/20)."
+    "The loss released as SRL: NCA with its repulsion multiplied by a weight (hpdic/EGA, scripts/20)."
     s, positive = _logits(z, y, tau)
     count = positive.sum(1).to(s.dtype) + 1
     attraction = torch.logaddexp(_masked_logsumexp(s, positive) - count.log(), s.new_full((), 1e-8).log())
     repulsion = s.logsumexp(1) if len(z) > 1 else torch.zeros_like(attraction)
-    return lam * repulsion.mean() - attraction.mean()
+    return repulsion_weight * repulsion.mean() - attraction.mean()
 
 # %% ../nbs/library/10_losses.ipynb #preserve
 def displacement_penalty(
@@ -279,6 +279,11 @@ def _inspect_loss(
         raise InputError(
             f"loss {name!r} must take (z, y) or (z, y, proxies) and give each further parameter a default value, "
             f"got {signature(loss)}; change its parameters"
+        )
+    if taken := {p.name for p in further} & {"kind", "sampler", "lam", "self_positive", "options"}:
+        raise InputError(
+            f"loss {name!r} has a parameter {sorted(taken)[0]!r}, which is a field of LossConfig with another meaning; "
+            "give the parameter another name"
         )
     return RegisteredLoss(loss, "proxies" if n_inputs == 3 else "pairs", tuple(p.name for p in further))
 

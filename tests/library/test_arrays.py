@@ -439,3 +439,32 @@ def test_example_point_sets():
 def test_docstring_examples():
     result = doctest.testmod(ega.arrays)
     assert result.attempted and not result.failed
+
+
+def test_texts_that_differ_only_in_blanks_around_them_are_refused():
+    with pytest.raises(InputError, match="'alarm' and 'alarm ' differ only in the blanks"):
+        encode_labels(["alarm", "alarm ", "timer"])
+    assert encode_labels(["alarm", "alarms", "a larm"])[1].tolist() == ["a larm", "alarm", "alarms"]
+
+
+@pytest.mark.parametrize(
+    "labels, words",
+    [
+        (["Alarm", "timer"], "differ only in case or blanks"),
+        ([" alarm"], "differ only in case or blanks"),
+        (["0", "1", "2"], "got numbers such as"),
+    ],
+)
+def test_classes_written_in_another_way_are_never_unseen(labels, words):
+    fitted = np.array(["alarm", "timer"])
+    with pytest.raises(InputError, match=words):
+        match_classes(encode_labels(labels)[1], fitted)
+    assert match_classes(np.array(["alarm", "song"]), fitted).tolist() == [True, False]
+    assert match_classes(np.array(["song"]), fitted).tolist() == [False]
+
+
+def test_masked_values_are_refused():
+    x = np.ma.masked_less(np.arange(6.0).reshape(2, 3), 2)
+    with pytest.raises(InputError, match="masked array with masked values"):
+        check_embeddings(x)
+    assert check_embeddings(np.ma.masked_less(x, -1).filled(0)).shape == (2, 3)

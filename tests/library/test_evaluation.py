@@ -303,7 +303,8 @@ def test_sentence_says_gain_or_loss_only_if_the_interval_excludes_zero():
 def test_caveats_name_training_rows_missing_classes_and_drawn_queries():
     x, y = clouds()
     everything = evaluate_embeddings(x, x, y, y < 3, device="cpu")
-    assert caveats(everything) == []
+    assert [note.split(":")[0] for note in caveats(everything)] == ["Seen"]
+    assert "No labelled row is of a class" in caveats(evaluate_embeddings(x, x, y, y < 0, device="cpu"))[0]
     trained = caveats(evaluate_embeddings(x, x, y, y < 9, y < 9, max_queries=20, device="cpu"))
     assert "how well it fits, not what it gains" in trained[0] and "no query of an unseen class" in trained[1]
     assert trained[2] == "Queries were drawn at random: 20 of 90 trained on. Galleries are complete."

@@ -506,7 +506,7 @@ def test_migrate_resumes_after_kill_beside_current_version(tmp_path, monkeypatch
         not calls
         and store.current == old
         and store.versions() == sorted([old, new])
-        and store.migrate(NONLINEAR, tmp_path / "x.npy") == new
+        and store.migrate(NONLINEAR, tmp_path / "x.npy", index_factory="IVF12,Flat") == new
     )
     store.activate(new)
     assert (
@@ -578,3 +578,42 @@ def test_sentence_adapter_has_no_trainable_parameters_and_refuses_nonlinear_chai
     assert not [p for p in SentenceAdapter(LINEAR).parameters() if p.requires_grad] and "distill" in error_message(
         lambda: SentenceAdapter([NONLINEAR, LINEAR])
     )
+
+
+def test_a_version_is_not_reused_for_other_vectors_factory_or_ids(tmp_path):
+    x = normalize(np.random.default_rng(0).normal(size=(40, 6)))
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "other.npy", x[:30])
+    np.save(tmp_path / "narrow.npy", x[:, :5])
+    store, adapter = IndexStore(tmp_path / "store"), LinearAdapter(6)
+    version = store.migrate(adapter, tmp_path / "x.npy")
+    assert store.migrate(adapter, tmp_path / "x.npy") == version  # the same call is finished already
+    for source, settings, words in (
+        ("other.npy", {}, "from another file of vectors"),
+        ("x.npy", {"index_factory": "HNSW8"}, "with index_factory='Flat'"),
+        ("x.npy", {"ids": [f"d{i}" for i in range(40)]}, "with other ids"),
+        ("narrow.npy", {}, "expected 6 columns"),
+    ):
+        with pytest.raises(InputError, match=words):
+            store.migrate(adapter, tmp_path / source, **settings)
+    np.save(tmp_path / "x.npy", normalize(x + 1))  # the file has changed
+    with pytest.raises(InputError, match="the file has changed"):
+        store.migrate(adapter, tmp_path / "x.npy")
+    assert len(store.open(version)) == 40
+
+
+def test_ids_without_a_meaning_are_refused():
+    x = normalize(np.random.default_rng(0).normal(size=(3, 6)))
+    for ids in (["a", None, "c"], ["a", float("nan"), "c"], np.array(["a", 1, 2.5], dtype=object), ["", "b", "c"]):
+        with pytest.raises(InputError, match="ids must"):
+            AdaptedIndex(LinearAdapter(6)).add(x, ids=ids)
+
+
+def test_an_index_that_is_not_trained_and_a_setting_of_zero_are_refused():
+    x = normalize(np.random.default_rng(0).normal(size=(60, 6)))
+    index = AdaptedIndex(LinearAdapter(6), "IVF2,Flat")
+    with pytest.raises(InputError, match="add embeddings before you search"):
+        index.search(x)
+    for nprobe in (0, -5, 2.7):
+        with pytest.raises(InputError, match="nprobe must be an integer >= 1"):
+            index.add(x[:0] if len(index) else x).tune(nprobe=nprobe)

@@ -1000,3 +1000,8 @@ def test_options_of_a_built_in_loss():
     objective = build_objective(LossConfig("icon", tau=0.5, options={"leak": 0.1}), z.numpy(), y.numpy(), device="cpu")
     loss = objective(torch.nn.Identity(), z, y, torch.arange(len(z)), torch.Generator()).loss
     assert loss == icon(z, y, 0.5, leak=0.1)
+
+
+def test_a_parameter_with_the_name_of_another_field_is_refused(registry):
+    with pytest.raises(InputError, match="parameter 'lam', which is a field of LossConfig"):
+        register_loss("mine", lambda z, y, lam=0.5: (z * lam).sum())
