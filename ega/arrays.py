@@ -397,7 +397,7 @@ def _unlabelled_values(
 # %% ../nbs/library/01_arrays.ipynb #encode-labels
 def _check_blanks(classes):
     "Raise `InputError` if two texts differ only in the blanks around them."
-    written: dict[str, str] = {}
+    written = {}
     for text in classes.tolist() if classes.dtype.kind == "U" else ():
         other = written.setdefault(text.strip(), text)
         if other != text:

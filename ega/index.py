@@ -224,7 +224,9 @@ def _check_ids(ids, n, existing):
         ids = np.asarray(ids)
     except ValueError as error:
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
-    is_text = [isinstance(i, str) for i in (ids if given is None else given)] if ids.dtype.kind in "OU" and ids.ndim else []
+    is_text = (
+        [isinstance(i, str) for i in (ids if given is None else given)] if ids.dtype.kind in "OU" and ids.ndim else []
+    )
     if not all(is_text):
         raise InputError(f"ids must be {n} integers or texts, got a mix of types or missing values; fill them in")
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
