@@ -277,7 +277,7 @@ MISSING_TEXTS = ("-1", "-1.0", "nan", "na", "n/a", "#n/a", "none", "null", "<na>
 
 
 def _may_be_missing(text):
-    "Whether a text often stands for a missing label: it is blank, or one of `MISSING_TEXTS`."
+    "Whether a text usually means that there is no label: it is blank, or one of `MISSING_TEXTS`."
     return text.strip().casefold() in ("", *MISSING_TEXTS)
 
 
@@ -352,8 +352,8 @@ def _distinct_labels(
     return list(number), position
 
 # %% ../nbs/library/01_arrays.ipynb #unlabelled-values
-def _ask_about_missing_texts(counts):
-    "Raise `InputError` if texts often stand for a missing label; counts: text -> number of rows."
+def _check_missing_texts(counts):
+    "Raise `InputError` if labels may mean that there is no label; `counts` maps each label to its number of rows."
     found = {value: n for value, n in counts.items() if isinstance(value, str) and value and _may_be_missing(value)}
     if found:
         listed = ", ".join(f"{value!r} ({n} row{'s' * (n > 1)})" for value, n in found.items())
@@ -381,7 +381,7 @@ def _unlabelled_values(
     "The distinct values that mean `no label`, or raise `InputError`."
     none = {value for value in counts if value == "" or value == -1}
     if unlabelled is None:
-        _ask_about_missing_texts(counts)
+        _check_missing_texts(counts)
         return none
     if isinstance(unlabelled, (str, bytes)) or not isinstance(unlabelled, Iterable):
         raise InputError(f"unlabelled must be a list of labels, got {unlabelled!r}; use unlabelled=[{unlabelled!r}]")
@@ -410,7 +410,7 @@ def _check_blanks(classes):
 def _to_classes(
     values,  # distinct labels, without those that mean `no label`
 ):  # (C,) int64 or str, ascending
-    "Convert distinct labels to an array of classes, or raise `InputError`."
+    "Sort distinct labels into an array of classes; `InputError` if they are not all integers or all texts."
     texts = sorted(value for value in values if isinstance(value, str))
     numbers = [value for value in values if not isinstance(value, str)]
     if texts and numbers:
@@ -489,7 +489,7 @@ def match_classes(
     classes: np.ndarray,  # (C,) classes of `encode_labels`
     fitted: np.ndarray,  # (C',) classes of fit
 ) -> np.ndarray:  # (C,) bool
-    "Whether each class is one of those of fit, or raise `InputError` if their kinds differ."
+    "Whether each class was fitted on; `InputError` if only one side has texts, or the spelling differs."
     if not len(classes) or not len(fitted):
         return np.zeros(len(classes), bool)
     kind, fitted_kind = ("texts" if a.dtype.kind == "U" else "integers" for a in (classes, fitted))
@@ -616,7 +616,7 @@ def torch_generator(
 def check_device_name(
     device: str,  # such as "cpu", "cuda" or "cuda:1"
 ) -> str:
-    "Return the name of a device, or raise `InputError` if no device has such a name; torch is not loaded for it."
+    "Return `device`, or raise `InputError` if it is not a name such as cpu or cuda:1; does not import torch."
     if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda|mps|xpu)(:[0-9]{1,2})?", device):
         raise InputError(f"device must be such as cpu, cuda or cuda:1, got {device!r}")
     return device

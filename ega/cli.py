@@ -34,7 +34,7 @@ def _check_exists(path, expected):
 
 
 def _check_adapter(path):
-    "Raise `InputError` unless a path is a folder of `ega fit` or a file."
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file."
     from ega.arrays import InputError
 
     path = Path(path)
@@ -249,7 +249,7 @@ def _embed(args):
 
 # %% ../nbs/library/29_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
-    "Embeddings and labels from the files a command was given; fitted_classes: those of the adapter, if it has any."
+    "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
     from ega.arrays import InputError
     from ega.vectors import read_embeddings, read_labels
 
@@ -343,23 +343,6 @@ def _fit_locked(args):
                 folder.rmdir()
 
 # %% ../nbs/library/29_cli.ipynb #evaluate
-def _format_evaluation(table):
-    "The table of `ega.evaluate` and its sentences in 80 columns."
-    import pandas as pd
-
-    counts = zip(table.n_queries, table.n_rows)
-    intervals = zip(table.change, table.low, table.high)
-    columns = {
-        "group": table.group,
-        "gallery": table.gallery,
-        "queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts],
-        "frozen": table.frozen.map("{:.1f}".format),
-        "adapted": table.adapted.map("{:.1f}".format),
-        "change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals],
-    }
-    return f"{pd.DataFrame(columns).to_string(index=False)}\n\n{_sentences(table)}"
-
-
 def _sentences(table):
     "What the table of `ega.evaluate` says, and what limits it."
     import textwrap
@@ -370,19 +353,22 @@ def _sentences(table):
 
 
 def _records(table):
-    "A DataFrame as a list of dictionaries that JSON can hold, with all digits."
+    "Convert a DataFrame to a list of dictionaries for JSON, without rounding."
     return json.loads(table.to_json(orient="records", double_precision=15))
 
 
 def _evaluate(args):
     "Print LP@1 of the frozen and the adapted embeddings."
     from ega.estimator import EmbeddingAdapter
-    from ega.evaluation import evaluate
+    from ega.evaluation import evaluate, format_evaluation
 
     adapter = EmbeddingAdapter.load(args.adapter)
     x, y = _read_inputs(args, adapter.classes_)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
-    print(json.dumps(_records(table)) if args.json else _format_evaluation(table))
+    if args.json:
+        print(json.dumps(_records(table)))
+    else:
+        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table)}")
 
 # %% ../nbs/library/29_cli.ipynb #report
 def _report(args):
@@ -827,7 +813,7 @@ def _search_arguments(command):
 _NOTHING_WRITTEN = "nothing was written; the same command starts anew"
 
 
-def _fill_parsers(add):
+def _add_data_commands(add):
     "Add the commands that fit and describe; `add` makes a subparser."
     command = add("embed", _embed, "encode images or texts and write a pack of embeddings", _check_embed)
     command.description += (
@@ -853,7 +839,7 @@ def _fill_parsers(add):
     _add_json_and_quiet(command, quiet=False)
 
 
-def _fill_store_parsers(add):
+def _add_store_commands(add):
     "Add the commands for stored vectors; `add` makes a subparser."
     command = add(
         "transform", _transform, "adapt stored vectors; after a kill the same command resumes", _check_transform
@@ -890,8 +876,8 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, check=check, parser=command)
         return command
 
-    _fill_parsers(add)
-    _fill_store_parsers(add)
+    _add_data_commands(add)
+    _add_store_commands(add)
     return top
 
 # %% ../nbs/library/29_cli.ipynb #main
@@ -902,7 +888,7 @@ def _leave_quietly():
 
 
 def _run_parsed(args, complain):
-    "Check the arguments, run the command, and turn an exception into one sentence and an exit code."
+    "Check the parsed arguments and run the command; print an exception as one sentence and return the exit code."
     from ega.arrays import InputError  # after parsing: help needs no NumPy
 
     try:

@@ -75,7 +75,7 @@ class _ClassSums:
         self.sums, self.squares = np.zeros((0, self.d)), np.zeros((self.d, self.d))
 
     def _add(self, classes, counts, sums, squares) -> None:
-        "Add counts (c,), sums (c, d) and squares (d, d) of ascending classes; a class without rows is dropped."
+        "Add counts (c,), sums (c, d) and squares (d, d) of other rows; classes left without rows are dropped."
         labels = np.union1d(self.classes, classes)
         counts = _merge_sorted(self.classes, self.counts, labels) + _merge_sorted(classes, counts, labels)
         sums = _merge_sorted(self.classes, self.sums, labels) + _merge_sorted(classes, sums, labels)
@@ -530,7 +530,7 @@ class DiscriminantWhitening(LinearMap):
         return self.fit_statistics(_statistics(X, y))
 
     def fit_statistics(self, statistics: ClassStatistics) -> "DiscriminantWhitening":
-        "Fit from the statistics of the rows, without the rows; returns self."
+        "Fit from `ClassStatistics`, without the embeddings themselves; returns self."
         fitted = discriminant_path(statistics, [self.discrimination], shrinkage=self.shrinkage)[0]
         return self._set_map(fitted.matrix_, fitted.mean_)
 

@@ -28,7 +28,7 @@ def field_omitted_at_default(
 def config_to_dict(
     config: Any,  # a configuration, possibly with others nested in it
 ) -> Any:  # nested dictionary of plain values
-    "A configuration as plain data, from which a run's identifier is computed and which is stored with its results."
+    "Convert a configuration to nested dictionaries of plain values, which are stored and hashed into run ids."
     if not is_dataclass(config):
         return config
     values = {}
@@ -104,7 +104,7 @@ class LossConfig:
 # %% ../nbs/library/16_config.ipynb #methodconfig
 @dataclass(frozen=True)
 class MethodConfig:
-    "Everything that `fit_adapter` needs to fit one method."
+    "Complete configuration of one method: closed form, adapter, loss, training and seed."
 
     adapter: AdapterConfig
     loss: LossConfig | None = None  # None: nothing is trained
@@ -224,7 +224,7 @@ DEFAULT_EPOCHS = 24  # of a method that a user names; experiments state theirs
 def check_method(
     method: Any,  # value to check
 ) -> str:
-    "Return the name of a method, or raise `InputError` with the names that are most like it."
+    "Return a name that `METHODS` has, or raise `InputError`, which suggests similar names."
     if isinstance(method, str) and method in METHODS:
         return method
     names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or [

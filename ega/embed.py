@@ -266,7 +266,7 @@ def _check_settings(out, shard_rows, batch_size, on_error, threads, processes):
 
 
 def _check_arguments(source, encoder):
-    "Raise `InputError` for a source and an encoder that do not fit, before anything is read."
+    "Raise `InputError` if the source is not a Source or the encoder is not an Encoder, before anything is read."
     for name, value, part in (("source", source, "ids"), ("encoder", encoder, "encode")):
         if not hasattr(value, "modality") or not hasattr(value, part):
             raise InputError(f"{name} must be a {name.capitalize()}, a path or a name, got {type(value).__name__}")

@@ -140,7 +140,7 @@ def _description(estimator):
 
 
 def _check_description_hash(values, path):
-    "Raise InputError for a description that is not the one that was saved."
+    "Raise InputError if a description was changed after it was saved."
     if values.get("sha256") != _description_hash(values):
         raise InputError(f"{path}: was changed after it was saved, its SHA-256 differs; copy or save it again")
 
@@ -278,7 +278,7 @@ def _save_fit_row_hashes(hashes, path):
 
 
 def _load_fit_row_hashes(path, fingerprint):
-    "The hashes of the rows that were fitted on; InputError if the file is not the one that was saved."
+    "Read the hashes of the fitted rows; InputError if the file was changed after it was saved."
     hashes = np.array(open_npy(path))
     if hash_arrays(hashes) != fingerprint:
         raise InputError(
@@ -512,7 +512,7 @@ def _number_by_first_occurrence(labels):
 
 # %% ../nbs/library/23_estimator.ipynb #estimator-fit
 def _fit(estimator, X, y, unlabelled, progress):
-    "See `EmbeddingAdapter.fit`."
+    "Do the work of `EmbeddingAdapter.fit`, after the parameters were checked; returns the estimator."
     progress.start("checking X and y")
     progress.add_steps(1)  # the fit on all labelled rows
     x = check_and_normalize(X)

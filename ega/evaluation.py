@@ -6,7 +6,7 @@
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
            'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
            'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'check_groups', 'summary_sentence', 'caveats',
-           'check_fitted', 'evaluate', 'LabelsAndGroups', 'labels_and_groups']
+           'format_evaluation', 'check_fitted', 'evaluate', 'LabelsAndGroups', 'labels_and_groups']
 
 # %% ../nbs/library/21_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -134,7 +134,7 @@ MAX_QUERIES = 10_000  # of each group, unless told otherwise
 
 
 class QuerySearch(NamedTuple):
-    "Queries of one group and the gallery they are searched in."
+    "Row numbers of the queries of one group, and of the gallery in which they are searched."
 
     group: str  # "unseen", "seen" or "trained on"
     gallery_name: str  # "mixed", "unseen" or "seen"
@@ -240,7 +240,7 @@ def check_groups(
 def summary_sentence(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> str:
-    "The change of each group in the mixed gallery, in points of LP@1 with its interval, and the capture rate."
+    "Say how LP@1 changes in the mixed gallery, in points with intervals, and what the capture rate is."
     lines = table[table.gallery == table.gallery[0]]  # the mixed gallery, or the only one
     if len(lines) > 1:  # rows that were trained on are no evidence beside others
         lines = lines[lines.group != "trained on"]
@@ -284,6 +284,24 @@ def caveats(
         counts = [f"{line.n_queries:,} of {line.n_rows:,} {line.group}" for line in drawn.itertuples()]
         notes.append(f"Queries were drawn at random: {', '.join(counts)}. Galleries are complete.")
     return notes
+
+
+def format_evaluation(
+    table: pd.DataFrame,  # from evaluate_embeddings
+) -> pd.DataFrame:  # of texts: group, gallery, queries, frozen, adapted, change [95 %]
+    "The columns of the table that the shell and the report print, as texts."
+    counts = zip(table.n_queries, table.n_rows)
+    intervals = zip(table.change, table.low, table.high)
+    return pd.DataFrame(
+        {
+            "group": table.group,
+            "gallery": table.gallery,
+            "queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts],
+            "frozen": table.frozen.map("{:.1f}".format),
+            "adapted": table.adapted.map("{:.1f}".format),
+            "change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals],
+        }
+    )
 
 # %% ../nbs/library/21_evaluation.ipynb #eval-estimator-code
 def check_fitted(
@@ -406,7 +424,7 @@ def labels_and_groups(
     y: Any,  # (n,) labels of the kind given to fit
     unlabelled: Sequence | None = None,  # labels that mean "no label", as in fit
 ) -> LabelsAndGroups:
-    "Integer labels of the rows, and which of them an estimator has seen."
+    "Encode labels, and mark the rows that an estimator was fitted on and the rows of classes it was fitted on."
     labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
     return LabelsAndGroups(labels, classes, seen, np.isin(hash_rows(x), estimator.fit_row_hashes_))

@@ -57,8 +57,8 @@ class IndexTransform(NamedTuple):
     module: torch.nn.Module | None  # of ega.adapters, else None
 
 
-def _of_any_norm(transform, dim):
-    "A transform of unit rows (n, dim), for rows of any norm but 0."
+def _normalize_first(transform, dim):
+    "Wrap a transform of unit rows (n, dim) so that it brings its input to norm 1 first."
 
     def adapt(x):
         return transform(as_unit_rows(x, dim=dim))
@@ -73,7 +73,7 @@ def _from_matrix(matrix, fingerprint, module=None):
     def adapt(x):
         return normalize(x @ A.T, "z")
 
-    return IndexTransform(_of_any_norm(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, module)
+    return IndexTransform(_normalize_first(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, module)
 
 
 def _chain(steps):
@@ -120,7 +120,7 @@ def as_transform(
             return _from_matrix(adapter.matrix_.T, fingerprint)
         input_dim, output_dim = adapter.matrix_.shape
         return IndexTransform(
-            _of_any_norm(adapter.transform, input_dim), input_dim, output_dim, fingerprint, None, None
+            _normalize_first(adapter.transform, input_dim), input_dim, output_dim, fingerprint, None, None
         )
     if isinstance(adapter, torch.nn.Module) and hasattr(adapter, "d"):
         fingerprint = adapter_fingerprint(adapter)
@@ -128,12 +128,12 @@ def as_transform(
         if hasattr(module, "as_matrix") and not getattr(module, "bias", False):
             return _from_matrix(module.as_matrix(), fingerprint, module)
         return IndexTransform(
-            _of_any_norm(partial(transform, module), module.d), module.d, module.d, fingerprint, None, module
+            _normalize_first(partial(transform, module), module.d), module.d, module.d, fingerprint, None, module
         )
     if _is_custom_adapter(adapter):
         output_dim = getattr(adapter, "dim", adapter.d)
         return IndexTransform(
-            _of_any_norm(adapter.transform, adapter.d), adapter.d, output_dim, adapter.fingerprint, None, None
+            _normalize_first(adapter.transform, adapter.d), adapter.d, output_dim, adapter.fingerprint, None, None
         )
     raise InputError(
         "expected an adapter of ega.adapters, a fitted closed form or estimator, a matrix, "
@@ -219,15 +219,12 @@ def _check_ids(ids, n, existing):
         if existing.dtype.kind != "i":
             raise InputError("ids must be given where the index has text ids")
         ids = np.arange(n) + (existing.max() + 1 if len(existing) else 0)
-    given = ids if isinstance(ids, (list, tuple)) else None  # NumPy turns a missing value among texts into a text
+    given = ids  # NumPy turns a missing value in a list of texts into a text
     try:
         ids = np.asarray(ids)
     except ValueError as error:
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
-    is_text = (
-        [isinstance(i, str) for i in (ids if given is None else given)] if ids.dtype.kind in "OU" and ids.ndim else []
-    )
-    if not all(is_text):
+    if ids.dtype.kind in "OU" and ids.ndim and not all(isinstance(i, str) for i in given):
         raise InputError(f"ids must be {n} integers or texts, got a mix of types or missing values; fill them in")
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
     if ids.dtype.kind == "U" and (ids == "").any():

@@ -95,7 +95,7 @@ def _check_width(path, table, dim):
 
 # %% ../nbs/library/26_lance.ipynb #column
 def _check_table(table):
-    "Raise `InputError` for anything but a LanceDB table."
+    "Raise `InputError` if a value is not a LanceDB table."
     if not hasattr(table, "schema") or not hasattr(table, "merge_insert"):
         raise InputError(f"table must be a LanceDB table, got {type(table).__name__}; open one with open_table")
 

@@ -254,7 +254,7 @@ def proxy_anchor(
 
 # %% ../nbs/library/10_losses.ipynb #inspect-loss
 class RegisteredLoss(NamedTuple):
-    "A loss and what it is computed from."
+    "A registered loss: the function, the kind of its inputs, and its options."
 
     function: Callable[..., torch.Tensor]
     inputs: str  # "pairs": of (z, y); "proxies": of (z, y, proxies); "triplets": of (a, p, n)
@@ -352,7 +352,7 @@ _BUILT_IN = frozenset(LOSSES)
 def find_loss(
     name: str,  # `LossConfig.kind`
 ) -> RegisteredLoss:
-    "The registered loss of a name."
+    "Return the loss that is registered under a name, or raise `InputError`."
     if name not in LOSSES:
         raise InputError(
             f"loss kind must be one of {', '.join(LOSSES)}, got {name!r}; a loss of your own must be registered "

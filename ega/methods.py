@@ -81,7 +81,7 @@ def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
 
 
 def check_loss(config: LossConfig) -> None:
-    "Raise `InputError` if the loss is not registered, or does not have a parameter that is set."
+    "Raise `InputError` if the loss is not registered or lacks a parameter that is set."
     loss = find_loss(config.kind)
     check_loss_options(config.kind, config.options or {})
     for name in ("margin", "tau"):

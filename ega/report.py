@@ -39,6 +39,7 @@ from ega.evaluation import (
     caveats,
     check_fitted,
     check_groups,
+    format_evaluation,
     knn_among_rows,
     label_hits,
     labels_and_groups,
@@ -76,7 +77,7 @@ def query_outcomes(
 def count_outcomes(
     queries: pd.DataFrame,  # from query_outcomes
 ) -> pd.DataFrame:  # group, gained, lost, unchanged (numbers of queries), displacement (mean)
-    "Gained, lost and unchanged queries of each group."
+    "Number of gained, lost and unchanged queries of each group, and their mean displacement."
     out = []
     for group, q in queries.groupby("group", sort=False):
         difference = q.adapted - q.frozen  # fractions where neighbours tie
@@ -326,27 +327,26 @@ _HEADLINE_HEADER += ["gained", "lost", "unchanged", "displacement"]
 _CLASS_HEADER = ["class", "group", "queries", "LP@1 frozen", "LP@1 adapted", "change", "lost queries find"]
 
 
-def _line_texts(line):
-    "The first columns of a line of the table of `ega.evaluate`."
-    number = f"{line.n_queries:,}" + ("" if line.n_queries == line.n_rows else f" of {line.n_rows:,}")
-    change = f"{line.change:+.1f} [{line.low:+.1f}, {line.high:+.1f}]"
-    return [line.group, number, f"{line.frozen:.1f}", f"{line.adapted:.1f}", change]
+def _change_lines(table):
+    "Texts of the rows of the table of `ega.evaluate`, without the gallery."
+    return format_evaluation(table).drop(columns="gallery").to_numpy().tolist()
 
 
 def _headline_lines(c):
     "Texts of the table of the headline gallery."
     lines = []
     table = c.evaluation[c.evaluation.gallery == c.evaluation.gallery[0]]
-    for line in table.merge(c.outcome_counts, on="group").itertuples():
+    counts = table[["group"]].merge(c.outcome_counts, on="group")
+    for texts, line in zip(_change_lines(table), counts.itertuples(), strict=True):
         moved = "–" if np.isnan(line.displacement) else f"{line.displacement:.2f}"
-        lines.append([*_line_texts(line), *(f"{n:,}" for n in (line.gained, line.lost, line.unchanged)), moved])
+        lines.append([*texts, *(f"{n:,}" for n in (line.gained, line.lost, line.unchanged)), moved])
     return lines
 
 
 def _own_lines(c):
     "Texts of the table of each group in its own gallery; empty if the headline gallery is the only one."
     table = c.evaluation[c.evaluation.gallery != c.evaluation.gallery[0]]
-    return [_line_texts(line) for line in table.itertuples()]
+    return _change_lines(table)
 
 
 def _class_lines(table, class_name):
@@ -370,7 +370,7 @@ def _curve_table(c):
 
 # %% ../nbs/library/28_report.ipynb #page-content
 def _gallery_title(c, is_headline):
-    "The title of a table of changes."
+    "Heading of a table of changes, which says where the queries are searched."
     name = c.evaluation.gallery[0]
     if not is_headline:
         return "Own gallery: unseen queries are searched among unseen classes, all others among seen classes"
@@ -603,7 +603,7 @@ _CHART_SETTINGS = {
 
 
 def _svg(plot, c, height=3.2):
-    "A chart as the text of an SVG element; the height in inches."
+    "Draw a chart, `height` inches high, and return it as an SVG element."
     plt = import_optional("matplotlib.pyplot", "report")
     with plt.rc_context(_CHART_SETTINGS):
         fig, ax = plt.subplots(figsize=(4.2, height), layout="constrained")
@@ -725,7 +725,7 @@ def write_comparison(
 
 # %% ../nbs/library/28_report.ipynb #estimator-report
 def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random_state):
-    "See `write_report`."
+    "Do the work of `write_report`."
     check_fitted(estimator)
     check_positive_int(random_state, "random_state", minimum=0)
     check_report_path(path)

@@ -138,7 +138,7 @@ class FitProgress:
         self._draw(self.n_done, text)
 
     def epoch(self, finished: int, epochs: int) -> None:
-        "Show the finished share of the training that is the present step."
+        "Move the bar inside the current step, by the share of its epochs that are finished."
         if self._bar is not None:
             self._bar.update(self.n_done + finished / epochs - self._bar.n)  # draws ten times a second at most
 

@@ -614,6 +614,7 @@ def test_an_index_that_is_not_trained_and_a_setting_of_zero_are_refused():
     index = AdaptedIndex(LinearAdapter(6), "IVF2,Flat")
     with pytest.raises(InputError, match="add embeddings before you search"):
         index.search(x)
+    index.add(x)
     for nprobe in (0, -5, 2.7):
         with pytest.raises(InputError, match="nprobe must be an integer >= 1"):
-            index.add(x[:0] if len(index) else x).tune(nprobe=nprobe)
+            index.tune(nprobe=nprobe)
