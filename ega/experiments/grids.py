@@ -33,10 +33,17 @@ class ResultStore:
         self.path = Path(folder) / f"{experiment}.parquet"
         self.parts = Path(folder) / f"{experiment}.parts"  # a folder, while a grid runs
 
+    def part_paths(self):
+        "Files of the finished runs that are not merged into the table yet, sorted."
+        try:
+            return sorted(self.parts.glob("*.parquet"))
+        except FileNotFoundError:  # merge_parts of another process removed the folder while glob was opening it
+            return []
+
     def ids(self):
         "The ids of all stored runs."
         # The parts first: another process may move them to the table between the two reads.
-        part_ids = {p.stem for p in self.parts.glob("*.parquet")}
+        part_ids = {p.stem for p in self.part_paths()}
         if not self.path.exists():
             return part_ids
         return part_ids | set(_read_parquet(self.path, ["run_id"]).run_id)
@@ -54,7 +61,7 @@ class ResultStore:
     def read(self, columns=None):
         "All rows, sorted by run and query set; naming the columns saves reading the per-query lists."
         frames = []
-        for path in sorted(self.parts.glob("*.parquet")):
+        for path in self.part_paths():
             frame = _read_parquet(path, columns, may_vanish=True)
             if frame is not None:
                 frames.append(frame)
@@ -89,7 +96,7 @@ class ResultStore:
         if not self.parts.exists():
             return
         with file_lock(self.path.parent, wait=True):  # two processes would each write without the other's parts
-            parts = sorted(self.parts.glob("*.parquet"))
+            parts = self.part_paths()
             if parts:
                 self.write(self.read())
             _remove_parts(self.parts, parts, self.ids())

@@ -295,6 +295,22 @@ def test_merged_run_is_not_added_again(tmp_path):
     assert not store.parts.exists() and len(store.read()) == 1
 
 
+def test_parts_that_are_merged_while_they_are_listed_are_read_from_the_table(tmp_path, monkeypatch):
+    store, other = ResultStore(tmp_path, "unseen"), ResultStore(tmp_path, "unseen")
+    store.add(one_row(1))
+    glob = type(store.parts).glob
+
+    def merge_then_open(folder, pattern):  # another process merges between two steps of glob, which then fails
+        monkeypatch.setattr(type(store.parts), "glob", glob)
+        other.merge_parts()
+        raise FileNotFoundError(str(folder))
+
+    for read in (store.ids, store.read):
+        store.add(one_row(len(before := store.ids()) + 1))
+        monkeypatch.setattr(type(store.parts), "glob", merge_then_open)
+        assert len(read()) == len(before) + 1 and not store.parts.exists()
+
+
 def test_merge_parts_removes_temporary_files_of_finished_runs_only(tmp_path):
     "The checkpoint of an unfinished run may be written at this moment and must stay."
     store = ResultStore(tmp_path, "unseen")
