@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADAPTER_TYPES', 'SparseGradLinear', 'l2_normalize', 'ResidualBranch', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock',
-           'PaperEGA', 'LoRAAdapter', 'LinearAdapter', 'count_parameters', 'interpolate', 'scale_residual',
+           'PaperEGA', 'LoRAAdapter', 'LinearAdapter', 'count_parameters', 'interpolate', 'residual', 'scale_residual',
            'merge_linear', 'BoundedDisplacementAdapter', 'adapter_config', 'adapter_fingerprint', 'save_adapter',
            'load_adapter', 'check_adapter', 'transform']
 
@@ -478,6 +478,22 @@ def _check_strength(strength: float) -> None:
     if not 0 <= strength <= 1:
         raise InputError(f"strength must lie in [0, 1], got {strength!r}; 0 is frozen, 1 adapted")
 
+# %% ../nbs/library/09_adapters.ipynb #563c2d03
+def residual(
+    adapter: nn.Module,  # ReleasedEGA, LoRAAdapter or LinearAdapter: f(x) = l2(x + g(x))
+    x: torch.Tensor,  # (n, d) unit rows, on the device of the adapter
+) -> torch.Tensor:  # (n, d)
+    "The residual g(x) of an adapter, detached; other adapters are refused."
+    with torch.no_grad():
+        if isinstance(adapter, LinearAdapter):
+            g = x @ adapter.weight.T
+            return g if adapter.offset is None else g + adapter.offset
+        if isinstance(adapter, LoRAAdapter):
+            return adapter.scale * (x @ adapter.A.T) @ adapter.B.T
+        if type(adapter) is ReleasedEGA:
+            return adapter.branch(x)
+    raise InputError(f"adapter must be ReleasedEGA, LoRAAdapter or LinearAdapter, got {type(adapter).__name__}")
+
 # %% ../nbs/library/09_adapters.ipynb #scaled
 def scale_residual(
     adapter: nn.Module,  # ReleasedEGA, LoRAAdapter or LinearAdapter: l2(x + g(x))
@@ -508,7 +524,7 @@ def merge_linear(
     adapter: LinearAdapter | LoRAAdapter | None = None,  # trained on u, without a bias; None: the closed form alone
     *,
     mean: np.ndarray | None = None,  # (d,) of the closed form; None: zeros
-    x: np.ndarray,  # (n, d) unit rows that set the scale: the mean norm of A (x - mean) becomes 1
+    x: np.ndarray,  # (n, d) unit rows that set the scale: the mean norm of (x - mean) @ matrix becomes 1
 ) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0; with a bias where the mean is not zero
     "Merge a closed form and the linear adapter trained on its output into one LinearAdapter."
     d, k = matrix.shape
@@ -519,11 +535,11 @@ def merge_linear(
     if isinstance(adapter, LinearAdapter) and adapter.bias:
         raise InputError("an adapter with a bias cannot be merged: u has norm 1, and b would be added after that")
     mean = np.zeros(d) if mean is None else np.asarray(mean, np.float64)
-    A = np.zeros((d, d))
-    A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
     # The normalisation removes a common factor of A, but scale_residual adds x to A x, so the factor must be fixed.
     centred = check_embeddings(x, dim=d) - mean.astype(np.float32)
-    A /= np.linalg.norm(centred @ A.T.astype(np.float32), axis=1).mean()
+    matrix = matrix / np.linalg.norm(centred @ matrix, axis=1).mean()
+    A = np.zeros((d, d))
+    A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
     linear = LinearAdapter(d, bias=bool(mean.any()))
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(A - np.eye(d)))

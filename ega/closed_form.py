@@ -497,6 +497,9 @@ class DiscriminantWhitening(LinearMap):
     ----------
     matrix_ : numpy.ndarray of shape (d, d), float32
         With a mean squared row norm of 1.
+    whitening_, scaling_ : numpy.ndarray of shape (d, d), float32
+        The matrix with discrimination 0, and what discrimination 1 multiplies the whitened rows by:
+        ``matrix_ = whitening_ @ ((1 - discrimination) * eye(d) + discrimination * scaling_)``.
     mean_ : numpy.ndarray of shape (d,), float32
         Mean of the labelled rows, which is subtracted.
     n_features_in_ : int
@@ -532,6 +535,7 @@ class DiscriminantWhitening(LinearMap):
     def fit_statistics(self, statistics: ClassStatistics) -> "DiscriminantWhitening":
         "Fit from `ClassStatistics`, without the embeddings themselves; returns self."
         fitted = discriminant_path(statistics, [self.discrimination], shrinkage=self.shrinkage)[0]
+        self.whitening_, self.scaling_ = fitted.whitening_, fitted.scaling_
         return self._set_map(fitted.matrix_, fitted.mean_)
 
 
@@ -550,10 +554,12 @@ def discriminant_path(
     R *= np.sqrt(len(R) / np.square(R).sum())
     l, U = _between_directions(statistics.between_factor() @ R)
     kept = np.sqrt(l / (l + _FLOOR * l.sum() / len(R)))
-    maps = []
+    scaling, maps = (U * kept) @ U.T, []
     for g in discriminations:
-        A = (1 - g) * R + g * (R @ U * kept) @ U.T
-        maps.append(DiscriminantWhitening(g, shrinkage=shrinkage)._set_map(A, statistics.mean))
+        A = (1 - g) * R + g * R @ scaling
+        fitted = DiscriminantWhitening(g, shrinkage=shrinkage)._set_map(A, statistics.mean)
+        fitted.whitening_, fitted.scaling_ = R.astype(np.float32), scaling.astype(np.float32)
+        maps.append(fitted)
     return maps
 
 

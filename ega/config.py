@@ -50,12 +50,22 @@ class TrainConfig:
     schedule: str = field_omitted_at_default(
         "cosine"
     )  # of the learning rate, one step per epoch: "cosine" to 0, or "constant"
+    steps_per_epoch: int | None = field_omitted_at_default(None)  # None: one pass over the rows
+    rows_per_class: int | None = field_omitted_at_default(None)  # of each class in a batch, with steps_per_epoch
 
     def __post_init__(self):
         check_positive_int(self.epochs, "TrainConfig.epochs")
         check_positive_int(self.batch_size, "TrainConfig.batch_size", minimum=2)
         for name in ("lr", "weight_decay"):
             check_number(getattr(self, name), f"TrainConfig.{name}", minimum=0)
+        if (self.steps_per_epoch is None) != (self.rows_per_class is None):
+            raise InputError(
+                "TrainConfig.steps_per_epoch and rows_per_class must be given together, "
+                f"got {self.steps_per_epoch!r} and {self.rows_per_class!r}"
+            )
+        if self.steps_per_epoch is not None:
+            check_positive_int(self.steps_per_epoch, "TrainConfig.steps_per_epoch")
+            check_positive_int(self.rows_per_class, "TrainConfig.rows_per_class", minimum=2)
         if self.schedule not in ("cosine", "constant"):
             raise InputError(f"TrainConfig.schedule must be 'cosine' or 'constant', got {self.schedule!r}")
 
@@ -159,8 +169,10 @@ def parse_config(
     return cls(**{k: _parse_value(cls, k, known[k].type, v) for k, v in values.items()})
 
 # %% ../nbs/library/16_config.ipynb #7cdb6c07
-# AdapterConfig, LossConfig or None (nothing is trained), learning rate and weight decay of AdamW
-MethodPreset = namedtuple("MethodPreset", "adapter loss lr weight_decay", defaults=(AdapterConfig(), None, 1e-4, 1e-4))
+# AdapterConfig, LossConfig or None (nothing is trained), learning rate and weight decay of AdamW, how batches are drawn
+MethodPreset = namedtuple(
+    "MethodPreset", "adapter loss lr weight_decay batches", defaults=(AdapterConfig(), None, 1e-4, 1e-4, {})
+)
 
 _released = AdapterConfig("ega_released", hidden=2048)
 _lora = AdapterConfig("lora", rank=128, scale=2.0)
@@ -197,12 +209,20 @@ BASELINES = {
     ),
 }
 RECOMMENDED_METHODS = {
+    "discriminant_whitening": MethodPreset(AdapterConfig(init_transform="discriminant_whitening", shrinkage=0.5)),
+    "affine_nca": MethodPreset(
+        AdapterConfig("linear", init_transform="centered_wccn", shrinkage=0.5),
+        LossConfig("nca"),
+        1.5e-3,
+        weight_decay=0.0,
+        batches={"steps_per_epoch": 6, "rows_per_class": 4},
+    ),
     "whitened_nca": MethodPreset(
         AdapterConfig("linear", init_transform="validated_wccn", shrinkage=0.5),
         LossConfig("nca"),
         5e-4,
         weight_decay=10.0,
-    )
+    ),
 }
 ABLATIONS = {
     kind: MethodPreset(AdapterConfig(kind, hidden=2048), LossConfig("triplet", margin=0.2, sampler="dataset"))
@@ -243,5 +263,5 @@ def build_method_config(
 ) -> MethodConfig:
     "The configuration that a method name stands for."
     m = METHODS[check_method(method)]
-    train = TrainConfig(epochs, lr=m.lr, weight_decay=m.weight_decay) if m.loss else None
+    train = TrainConfig(epochs, lr=m.lr, weight_decay=m.weight_decay, **m.batches) if m.loss else None
     return MethodConfig(m.adapter, m.loss, train, seed)

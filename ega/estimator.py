@@ -27,7 +27,6 @@ from ega.adapters import (
     l2_normalize,
     load_adapter,
     save_adapter,
-    scale_residual,
     transform,
 )
 from ega.arrays import (
@@ -74,7 +73,16 @@ def _fill_like(
     return torch.from_numpy(out).to(given.device, given.dtype if given.is_floating_point() else torch.float32)
 
 # %% ../nbs/library/23_estimator.ipynb #about
-SAVED_PARAMS = ("method", "max_unseen_loss", "confidence", "candidates", "strengths", "cv", "random_state")
+SAVED_PARAMS = (
+    "method",
+    "max_unseen_loss",
+    "unseen_share",
+    "confidence",
+    "candidates",
+    "strengths",
+    "cv",
+    "random_state",
+)
 SAVED_SELECTION = ("method", "strength", "reason", "max_unseen_loss", "confidence", "n_classes")
 
 
@@ -255,6 +263,7 @@ def _check_params(estimator):
     check_positive_int(estimator.cv, "cv", minimum=2)
     check_settings(
         max_unseen_loss=0 if estimator.max_unseen_loss is None else estimator.max_unseen_loss,
+        unseen_share=estimator.unseen_share,
         confidence=estimator.confidence,
         candidates=estimator.candidates,
         strengths=estimator.strengths,
@@ -479,6 +488,7 @@ def _select(estimator, x, y, progress):
             y,
             estimator.candidates if method == "auto" else (method,),
             max_unseen_loss=estimator.max_unseen_loss,
+            unseen_share=estimator.unseen_share,
             confidence=estimator.confidence,
             strengths=estimator.strengths,
             n_folds=estimator.cv,
@@ -500,8 +510,7 @@ def _fit_selected(selection, x, y, device, progress):
     if selection.frozen:
         return LinearAdapter(x.shape[1]).eval()
     progress.start(f"{selection.method} on all {len(x)} labelled rows")
-    adapter = fit_adapter(selection.config, x, y, device=device, on_epoch=progress.epoch)
-    return adapter if selection.strength == 1 else scale_residual(adapter, selection.strength)
+    return fit_adapter(selection.config, x, y, strength=selection.strength, device=device, on_epoch=progress.epoch)
 
 
 def _number_by_first_occurrence(labels):
@@ -537,11 +546,11 @@ def _fit(estimator, X, y, unlabelled, progress):
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
 
-    `fit` holds out each labelled class once, compares `candidates` at several `strengths` with the frozen
-    embeddings, and selects the one with the largest gain on seen classes among those whose held-out classes
-    lose at most `max_unseen_loss` points of LP@1 (label precision at 1: the share of queries whose nearest
-    neighbour carries their label). It then fits the selected method on all labelled rows. If no candidate
-    passes, `transform` returns the embeddings unchanged.
+    `fit` holds out each labelled class once and compares `candidates` at several `strengths` with the frozen
+    embeddings, on queries of known and of held-out classes in one gallery of both. It selects the one with
+    the largest gain among those whose held-out classes lose at most `max_unseen_loss` points of LP@1 (label
+    precision at 1: the share of queries whose nearest neighbour carries their label), and fits it on all
+    labelled rows. If no candidate passes, `transform` returns the embeddings unchanged.
 
     Parameters
     ----------
@@ -551,13 +560,15 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     max_unseen_loss : float or None, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0. None: fit `method` at full strength without
         comparison.
+    unseen_share : float, default=0.5
+        Share of the queries that is expected from unseen classes, in [0, 1]: its weight in the gain.
     confidence : float, default=0.95
         Confidence of the one-sided bounds on both changes, in [0.5, 1). It holds for each candidate and
         strength by itself, not for the best of them: see Notes.
-    candidates : sequence of str or (str, MethodConfig), default=("wccn", "whitened_nca")
+    candidates : sequence of str or (str, MethodConfig), default=("affine_nca",)
         Methods that "auto" compares.
-    strengths : sequence of float, default=(0.25, 0.5, 0.75, 1.0)
-        Strengths in (0, 1] that are compared; 1 is the adapter as it was trained, 0 would be frozen.
+    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
+        Strengths in [0, 1] that are compared: 1 is the fitted method, 0 its closed form before training.
     cv : int, default=4
         Number of parts of the classes, each held out once.
     random_state : int, default=0
@@ -606,7 +617,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     that was named in advance, on unseen classes from the same population as the seen ones. The selected one
     is the best of several, so its bound is optimistic; `unseen_bound_simultaneous` in the table covers all
     of them at once. With fewer than ``max(10, 2 * cv)`` classes nothing is compared and the frozen embeddings
-    are selected. The cost of `fit` is `cv + 1` trainings of a candidate and an exact search for each strength.
+    are selected. The comparison uses at most 10,000 rows, so its time does not grow with n.
 
     Examples
     --------
@@ -630,6 +641,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         method: "str | tuple[str, Any]" = "auto",
         *,
         max_unseen_loss: float | None = 1.0,
+        unseen_share: float = 0.5,
         confidence: float = 0.95,
         candidates: Sequence = CANDIDATES,
         strengths: Sequence[float] = STRENGTHS,
@@ -641,6 +653,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     ):
         self.method = method
         self.max_unseen_loss = max_unseen_loss
+        self.unseen_share = unseen_share
         self.confidence = confidence
         self.candidates = candidates
         self.strengths = strengths

@@ -214,11 +214,24 @@ class TrainHistory:
         return {k: np.reshape(getattr(self, k), (-1, steps_per_epoch)).mean(1).tolist() for k in ("loss", "rho")}
 
 # %% ../nbs/library/17_training.ipynb #epoch
-def _train_epoch(adapter, objective, optimizer, x, y, batch_size, order, triplets) -> np.ndarray:
-    "One pass over the rows; returns loss and rho of each step, (steps, 2)."
+def _draw_batches(config: TrainConfig, index: RowsByClass, order: torch.Generator):
+    "Row numbers of each batch of one epoch."
+    n, device = len(index.order), index.order.device
+    if config.rows_per_class is None:
+        yield from torch.randperm(n, generator=order, device=device).split(config.batch_size)
+        return
+    for _ in range(config.steps_per_epoch):
+        classes = torch.randperm(len(index.count), generator=order, device=device)
+        classes = classes[: max(2, config.batch_size // config.rows_per_class), None]
+        uniforms = torch.rand(len(classes), config.rows_per_class, generator=order, device=device)
+        rank = (uniforms * index.count[classes]).long()
+        yield index.order[index.start[classes] + rank].flatten().unique()  # a row that is drawn twice counts once
+
+
+def _train_epoch(adapter, objective, optimizer, x, y, batches, triplets) -> np.ndarray:
+    "One step for each batch; returns loss and rho of each step, (steps, 2)."
     record = []
-    permutation = torch.randperm(len(x), generator=order, device=x.device)
-    for rows in permutation.split(batch_size):
+    for rows in batches:
         loss, rho, _ = objective(adapter, x, y, rows, triplets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -396,11 +409,13 @@ def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, 
     adapter, optimizer, generators, history = run
     device = generators[0].device
     x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+    index = index_rows_by_class(y)
     last_saved = time.monotonic()
     for epoch in range(finished, config.epochs):
         start = time.monotonic()
         _set_learning_rate(optimizer, config, epoch)
-        record = _train_epoch(adapter, objective, optimizer, x, y, config.batch_size, *generators)
+        batches = _draw_batches(config, index, generators[0])
+        record = _train_epoch(adapter, objective, optimizer, x, y, batches, generators[1])
         history.loss += record[:, 0].tolist()
         history.rho += record[:, 1].tolist()
         history.seconds += time.monotonic() - start
@@ -607,7 +622,11 @@ def train_many(
     _check_one_per_run(len(rows), adapters=adapters, rngs=rngs, **settings)
     _check_stackable(adapters, rows, labels, config)
     if stacked is None:
-        stacked = target.type == "cuda"
+        stacked = target.type == "cuda" and config.steps_per_epoch is None
+    if stacked and config.steps_per_epoch is not None:
+        raise InputError(
+            "runs trained together make whole passes over their rows, got steps_per_epoch; pass stacked=False"
+        )
     if stacked:
         return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
     histories = []

@@ -100,7 +100,7 @@ def build_config(
         adapter = replace(adapter, hidden=hidden)
     elif adapter.rank and rank:
         adapter = replace(adapter, rank=rank)
-    train = TrainConfig(epochs=epochs, lr=m.lr, weight_decay=m.weight_decay) if m.loss else None
+    train = TrainConfig(epochs=epochs, lr=m.lr, weight_decay=m.weight_decay, **m.batches) if m.loss else None
     config = RunConfig(task, benchmark, method, adapter, m.loss, train, protocol, split_seed, seed)
     for setting in settings:
         config = _override_setting(config, setting)

@@ -11,7 +11,7 @@ import torch
 
 from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
 from ega.arrays import InputError, normalize
-from ega.closed_form import ValidatedWCCN
+from ega.closed_form import DiscriminantWhitening, ValidatedWCCN
 from ega.config import (
     ABLATIONS,
     BASELINES,
@@ -62,7 +62,7 @@ def test_build_method_config(method):
     entry, config = METHODS[method], build_method_config(method, epochs=7, seed=3)
     assert (config.adapter, config.loss, config.seed) == (entry.adapter, entry.loss, 3)
     if uses_gradient_training(method):
-        assert config.train == TrainConfig(7, lr=entry.lr, weight_decay=entry.weight_decay)
+        assert config.train == TrainConfig(7, lr=entry.lr, weight_decay=entry.weight_decay, **entry.batches)
     else:
         assert config.train is None and config.loss is None
 
@@ -78,7 +78,14 @@ def test_unknown_methods_are_refused(method):
 
 
 def test_is_trained():
-    assert {name for name in METHODS if not uses_gradient_training(name)} == {"frozen", "wccn", "lda", "pca", "probe"}
+    assert {name for name in METHODS if not uses_gradient_training(name)} == {
+        "frozen",
+        "wccn",
+        "lda",
+        "pca",
+        "probe",
+        "discriminant_whitening",
+    }
     assert uses_gradient_training("ega_released margin=0.1 lr=0.001")
 
 
@@ -237,7 +244,7 @@ def test_every_method_fits(method):
         assert np.allclose(np.linalg.norm(rows[0], axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("pca", *ABLATIONS)])
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ABLATIONS])
 def test_fit_adapter_equals_fit_method_and_can_be_saved(method, tmp_path):
     "Up to rounding, and up to columns of zeros where a closed form keeps fewer."
     x, y = make_data()
@@ -254,12 +261,27 @@ def test_fit_adapter_equals_fit_method_and_can_be_saved(method, tmp_path):
 
 def test_fit_adapter_refuses_what_is_not_one_adapter():
     x, y = make_data()
-    with pytest.raises(InputError, match="PCAMap subtracts a mean"):
-        fit_adapter(small("pca"), x, y, device="cpu")
     config = small("ega_released")
     config = replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
     with pytest.raises(InputError, match="merged only with a linear adapter, got ReleasedEGA"):
         fit_adapter(config, x, y, device="cpu")
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_strength_goes_from_the_closed_form_to_the_trained_adapter(strength):
+    x, y = make_data()
+    start, adapter, _ = fit_method(small("affine_nca"), x, y, device="cpu")
+    u = start.transform(x)
+    expected = normalize(u + strength * (u @ adapter.weight.detach().numpy().T))
+    found = transform(fit_adapter(small("affine_nca"), x, y, strength=strength, device="cpu"), x, device="cpu")
+    assert np.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_strength_of_discriminant_whitening_is_its_discrimination(strength):
+    x, y = make_data()
+    found = transform(fit_adapter(small("discriminant_whitening"), x, y, strength=strength, device="cpu"), x)
+    assert np.allclose(found, DiscriminantWhitening(strength, shrinkage=0.5).fit(x, y).transform(x), atol=1e-5)
 
 
 def test_whitened_nca_starts_from_validated_whitening():

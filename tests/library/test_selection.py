@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ega import selection
+from ega.adapters import transform
 from ega.arrays import InputError, normalize, spawn_rngs
 from ega.config import METHODS
-from ega.methods import fit_adapter
-from ega.metrics import lp_at_k
-from ega.search import knn, loo_knn
+from ega.evaluation import label_hits
+from ega.methods import fit_adapter, fit_path
 from ega.selection import (
     MIN_CLASSES,
     FitProgress,
@@ -58,47 +58,81 @@ def test_each_class_is_left_out_once_and_its_rows_are_never_fitted_on():
     assert sorted(np.concatenate([f.unseen for f in folds])) == np.flatnonzero(y >= 0).tolist()
     for f in folds:
         assert set(y[f.fit]).isdisjoint(y[f.unseen])
-        assert set(y[f.queries]).isdisjoint(y[f.unseen])
-        assert set(y[f.queries]) <= set(y[f.fit])
-        assert set(f.fit).isdisjoint(f.queries)
+        assert set(y[f.seen_queries]).isdisjoint(y[f.unseen])
+        assert set(y[f.seen_queries]) <= set(y[f.fit])
+        assert set(f.fit).isdisjoint(f.seen_queries)
 
 
 @pytest.mark.parametrize("strength", [0.25, 1.0])
 def test_table_equals_a_loop_over_folds(selected, strength):
+    "Queries of both kinds are searched in the fitted rows and the held-out rows together."
     x, y = world(0)
     folds = leave_classes_out(y, spawn_rngs(0).split, n_folds=4)
-    changes = {"seen": [], "unseen": []}
+    changes, captured = {"seen": [], "unseen": []}, []
     config = resolve_candidate("wccn").config
     for f in folds:
         full = fit_adapter(config, x[f.fit], y[f.fit], device="cpu").as_matrix().detach().numpy()
         A = (1 - strength) * np.eye(len(full)) + strength * full
-        zb, zq, zu = (normalize(x[rows] @ A.T) for rows in f)
-        adapted = lp_at_k(knn(zq, zb, 1), y[f.fit], y[f.queries])
-        changes["seen"] += list(adapted - lp_at_k(knn(x[f.queries], x[f.fit], 1), y[f.fit], y[f.queries]))
-        adapted = lp_at_k(loo_knn(zu, 1), y[f.unseen], y[f.unseen])
-        changes["unseen"] += list(adapted - lp_at_k(loo_knn(x[f.unseen], 1), y[f.unseen], y[f.unseen]))
+        gallery = np.r_[f.fit, f.unseen]
+        for part, queries in (("seen", f.seen_queries), ("unseen", f.unseen_queries)):
+            before, after = (label_hits(rows, y, queries, gallery) for rows in (x, normalize(x @ A.T)))
+            changes[part] += list(after.hit - before.hit)
+        captured += list(np.isin(after.neighbour, f.fit))
     row = selected.table.query("method == 'wccn' and strength == @strength").iloc[0]
     assert row.seen == pytest.approx(100 * np.mean(changes["seen"]), abs=1e-6)
     assert row.unseen == pytest.approx(100 * np.mean(changes["unseen"]), abs=1e-6)
+    assert row.gain == pytest.approx((row.seen + row.unseen) / 2) and row.capture_rate == 100 * np.mean(captured)
+
+
+def outcomes(path, x, y, fold, strengths):
+    "LP@1 of every query of a fold at every strength, from adapted rows and an ordinary search."
+    gallery, queries = np.r_[fold.fit, fold.unseen], np.r_[fold.seen_queries, fold.unseen_queries]
+    return {s: label_hits(transform(path.at(s), x, device="cpu"), y, queries, gallery).hit for s in strengths}
+
+
+@pytest.mark.parametrize("method", ["affine_nca", "discriminant_whitening", "wccn", "lora_supcon", "ega_released"])
+def test_strengths_from_three_products_equal_a_search_of_adapted_rows(method):
+    x, y = world(2)
+    x[3], x[20] = x[2], x[2]  # copies: ties count by their average, also between classes
+    config = resolve_candidate(method).config
+    if config.train:
+        config = replace(config, train=replace(config.train, epochs=2, lr=1e-2))
+    fold = leave_classes_out(y, np.random.default_rng(0))[1]
+    path = fit_path(config, x[fold.fit], y[fold.fit], device="cpu")
+    frozen = outcomes(fit_path(resolve_candidate("frozen").config, x, y), x, y, fold, (1.0,))[1.0]
+    done = compare_on_fold(x, y, fold, [("made", config)], strengths=(0.0, 0.3, 1.0), device="cpu").changes
+    expected = outcomes(path, x, y, fold, (0.0, 0.3, 1.0))
+    assert ("made", 0.0) in done or path.start is None
+    for name, strength in done:
+        assert np.allclose(np.concatenate(done[name, strength]), expected[strength] - frozen)
+
+
+def test_adapter_without_strengths_is_compared_at_full_strength_alone():
+    x, y = world(0)
+    config = replace(resolve_candidate("ega_paper").config, train=TrainConfig(epochs=1))
+    fold = leave_classes_out(y, np.random.default_rng(0))[0]
+    assert list(compare_on_fold(x, y, fold, [("made", config)], device="cpu").changes) == [("made", 1.0)]
+
+
+@pytest.mark.parametrize("max_queries", [5, 1000])
+def test_queries_are_drawn_when_there_are_many(max_queries):
+    x, y = world(0)
+    for fold in leave_classes_out(y, np.random.default_rng(0), max_queries=max_queries):
+        assert len(fold.seen_queries) == min(max_queries, 32) and len(fold.unseen_queries) == min(max_queries, 42)
+        assert (np.diff(fold.unseen_queries) > 0).all() and np.isin(fold.unseen_queries, fold.unseen).all()
 
 
 def test_held_out_class_of_one_row_gives_no_query():
     "No other row has its label, before or after."
-    x, y = world(0)
-    single = normalize(np.random.default_rng(1).normal(size=(8, 12)))
-    counts = []
-    for x_, y_ in ((x, y), (np.vstack([x, single]), np.r_[y, 20:28])):
-        known = np.flatnonzero(y_ < 8)
-        fold = selection.ClassFold(known, known, np.flatnonzero(y_ >= 8))
-        done = compare_on_fold(x_, y_, fold, [resolve_candidate("wccn")], strengths=(1.0,), device="cpu")
-        counts.append(len(done.changes["wccn", 1.0][1]))
-    assert counts == [(y >= 8).sum()] * 2
+    _, y = world(0)
+    y = np.r_[y, 20:28]
+    assert all((y[f.unseen_queries] < 20).all() for f in leave_classes_out(y, np.random.default_rng(0)))
 
 
-def test_largest_seen_gain_that_passes_is_selected(selected):
+def test_largest_gain_that_passes_is_selected(selected):
     passed = selected.table[selected.table.safety_check == "pass"]
     row = selected.table.query("method == @selected.method and strength == @selected.strength")
-    assert not selected.frozen and selected.strength > 0 and passed.seen.max() == row.seen.item()
+    assert not selected.frozen and selected.strength > 0 and passed.gain.max() == row.gain.item()
 
 
 def made_changes(unseen, seen=0.5, n=40):
@@ -121,17 +155,38 @@ def made_changes(unseen, seen=0.5, n=40):
 )
 def test_safety_check_uses_the_lower_bounds(unseen, seen, max_unseen_loss, expected):
     table = score_candidates(
-        *made_changes(unseen, seen), max_unseen_loss=max_unseen_loss, confidence=0.95, rng=np.random.default_rng(0)
+        *made_changes(unseen, seen),
+        unseen_share=0.0,
+        max_unseen_loss=max_unseen_loss,
+        confidence=0.95,
+        rng=np.random.default_rng(0),
     )
     assert table.safety_check.tolist() == ["pass", expected]
     assert pick_candidate(table).method == ("made" if expected == "pass" else "frozen")
+
+
+@pytest.mark.parametrize("unseen_share, expected", [(0.0, 50.0), (0.25, 35.0), (1.0, -10.0)])
+def test_gain_weighs_both_changes(unseen_share, expected):
+    table = score_candidates(
+        *made_changes(-0.1, 0.5),
+        max_unseen_loss=20.0,
+        unseen_share=unseen_share,
+        confidence=0.95,
+        rng=np.random.default_rng(0),
+    )
+    assert table.gain[1] == pytest.approx(expected)
+    assert table.safety_check[1] == ("fail" if unseen_share == 1 else "pass")
 
 
 def test_more_confidence_lowers_the_bound():
     bounds = []
     for confidence in (0.6, 0.9, 0.99):
         table = score_candidates(
-            *made_changes(0.0), max_unseen_loss=1.0, confidence=confidence, rng=np.random.default_rng(0)
+            *made_changes(0.0),
+            unseen_share=0.0,
+            max_unseen_loss=1.0,
+            confidence=confidence,
+            rng=np.random.default_rng(0),
         )
         bounds.append(table.unseen_bound[1])
     assert bounds[0] > bounds[1] > bounds[2]
@@ -140,14 +195,18 @@ def test_more_confidence_lowers_the_bound():
 @pytest.mark.parametrize(
     "unseen, seen, max_unseen_loss, words",
     [
-        (0.1, 0.0, 1.0, ["the gain on seen classes is not above 0 at confidence 0.95 (lower bound +0.00 points)"]),
+        (0.1, 0.0, 1.0, ["the gain is not above 0 at confidence 0.95 (lower bound +0.00 points)"]),
         (-0.1, 0.5, 1.0, ["held-out classes may lose", "more than max_unseen_loss=1"]),
-        (-0.1, 0.0, 1.0, ["more than max_unseen_loss=1; the gain on seen classes is not above 0"]),
+        (-0.1, 0.0, 1.0, ["more than max_unseen_loss=1; the gain is not above 0"]),
     ],
 )
 def test_every_reason_of_a_failure_is_given(unseen, seen, max_unseen_loss, words):
     table = score_candidates(
-        *made_changes(unseen, seen), max_unseen_loss=max_unseen_loss, confidence=0.95, rng=np.random.default_rng(0)
+        *made_changes(unseen, seen),
+        unseen_share=0.0,
+        max_unseen_loss=max_unseen_loss,
+        confidence=0.95,
+        rng=np.random.default_rng(0),
     )
     assert all(part in table.reason[1] for part in words)
 
@@ -161,7 +220,9 @@ def random_changes(n_candidates, seed=0):
 
 
 def test_simultaneous_bound_of_one_candidate_is_its_bound():
-    table = score_candidates(*random_changes(1), max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0))
+    table = score_candidates(
+        *random_changes(1), unseen_share=0.0, max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0)
+    )
     assert table.unseen_bound_simultaneous[1] == pytest.approx(table.unseen_bound[1])
 
 
@@ -173,7 +234,7 @@ def test_simultaneous_bounds_cover_all_candidates_at_once():
     cluster_bootstrap_means(columns, classes, rng, n_boot=1000)  # the draws of the seen changes come first
     draws = 100 * cluster_bootstrap_means(columns, classes, rng, n_boot=1000)
     table = score_candidates(
-        changes, (classes, classes), max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0)
+        changes, (classes, classes), unseen_share=0.0, max_unseen_loss=1.0, confidence=0.9, rng=np.random.default_rng(0)
     ).iloc[1:]
     all_above = [
         (draws >= table[c].to_numpy() - 1e-9).all(1).mean() for c in ("unseen_bound_simultaneous", "unseen_bound")
@@ -186,7 +247,12 @@ def test_candidate_without_spread_has_a_finite_simultaneous_bound():
     classes = np.repeat(np.arange(10), 4)
     changes = {("same", 1.0): (np.full(40, 0.5), np.zeros(40))}
     table = score_candidates(
-        changes, (classes, classes), max_unseen_loss=1.0, confidence=0.95, rng=np.random.default_rng(0)
+        changes,
+        (classes, classes),
+        unseen_share=0.0,
+        max_unseen_loss=1.0,
+        confidence=0.95,
+        rng=np.random.default_rng(0),
     )
     assert table.unseen_bound_simultaneous[1] == 0
 
@@ -205,7 +271,7 @@ def test_loss_beyond_the_limit_fails_and_a_larger_limit_accepts_it():
 
 @pytest.mark.parametrize("classes", [2, MIN_CLASSES - 1])
 def test_too_few_classes_select_frozen_and_train_nothing(classes, monkeypatch):
-    monkeypatch.setattr(selection, "fit_adapter", lambda *a, **kw: pytest.fail("nothing may be trained"))
+    monkeypatch.setattr(selection, "fit_path", lambda *a, **kw: pytest.fail("nothing may be trained"))
     s = select_adapter(*world(0, classes=classes))
     assert s.frozen and s.strength == 0 and "too few" in s.reason and s.n_classes == classes
     assert s.cv_results == {} and not len(s.table)
@@ -228,7 +294,7 @@ def test_max_rows_thins_every_class(monkeypatch):
     x, y = world(0, n=40)
     fitted_on = []
     monkeypatch.setattr(
-        selection, "fit_adapter", lambda config, x, y, **kw: fitted_on.append(y) or fit_adapter(config, x, y, **kw)
+        selection, "fit_path", lambda config, x, y, **kw: fitted_on.append(y) or fit_path(config, x, y, **kw)
     )
     select_adapter(x, y, ("wccn",), max_rows=240)
     assert len(fitted_on) == 4
@@ -274,7 +340,7 @@ def test_parallel_folds_give_the_same_selection(n_jobs):
 def test_workers_use_one_thread_and_the_caller_keeps_its_own(monkeypatch):
     before, threads = torch.get_num_threads(), []
     monkeypatch.setattr(
-        selection, "fit_adapter", lambda *a, **kw: threads.append(torch.get_num_threads()) or fit_adapter(*a, **kw)
+        selection, "fit_path", lambda *a, **kw: threads.append(torch.get_num_threads()) or fit_path(*a, **kw)
     )
     try:
         torch.set_num_threads(2)
@@ -337,9 +403,9 @@ class Screen(io.StringIO):
 def test_the_bar_is_drawn_every_second_and_names_the_step(monkeypatch, n_jobs):
     def slow(*args, **settings):
         time.sleep(1.5)
-        return fit_adapter(*args, **settings)
+        return fit_path(*args, **settings)
 
-    monkeypatch.setattr(selection, "fit_adapter", slow)
+    monkeypatch.setattr(selection, "fit_path", slow)
     with joblib.parallel_config("threading"), redirect_stderr(Screen()) as screen, FitProgress() as progress:
         select_adapter(*world(0), ("wccn",), n_folds=2, n_jobs=n_jobs, progress=progress)
     text = screen.getvalue()
