@@ -19,6 +19,7 @@ import re
 import shlex
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -281,6 +282,12 @@ def _may_be_missing(text):
     return text.strip().casefold() in ("", *MISSING_TEXTS)
 
 
+def _repeated_column(table):
+    "The first name that several columns of a table have, else None."
+    counts = Counter(name for name in getattr(table, "columns", ()) if isinstance(name, (str, int)))
+    return next((name for name, count in counts.items() if count > 1), None)
+
+
 def _label_array(y, n):
     "Labels in any container as an array (n,) of numbers, texts or objects, or raise `InputError`."
     if y is None:
@@ -303,6 +310,8 @@ def _label_array(y, n):
     if a.ndim != 1:
         if hasattr(y, "columns"):
             advice = f"choose the column of labels, such as df[{next(iter(y.columns), 'label')!r}]"
+            if repeated := _repeated_column(y):
+                advice = f"several columns are named {repeated!r}: rename all but one"
         else:
             advice = "use y.ravel()" if a.ndim == 2 and a.shape[1] == 1 else "give one label per row"
         raise InputError(f"y must have shape (n,), got {a.shape}; {advice}")
@@ -526,8 +535,13 @@ def check_rows_per_class(
     labels: np.ndarray,  # (n,) int64 of `encode_labels`
     classes: np.ndarray,  # (C,) its classes
 ) -> None:
-    "Raise `InputError` if at least 20 labelled rows have more than half as many classes."
+    "Raise `InputError` if no row is labelled, or if at least 20 labelled rows have more than half as many classes."
     n = int((labels >= 0).sum())
+    if not n:
+        raise InputError(
+            f"expected labels, but none of the {len(labels)} rows has one: all are empty, missing or mean no label; "
+            "give the labels of at least some rows"
+        )
     if n >= 20 and 2 * len(classes) > n:
         some = ", ".join(str(name)[:30] for name in classes[:3].tolist())
         raise InputError(
@@ -570,9 +584,11 @@ def check_feature_names(
     "Store (reset) or compare the names of columns as scikit-learn does: `InputError` if they or their order differ."
     from sklearn.utils.validation import _check_feature_names  # takes a second to import
 
+    if repeated := _repeated_column(X):
+        raise InputError(f"the columns of X must have distinct names, got several named {repeated!r}; rename them")
     try:
         _check_feature_names(estimator, X, reset=reset)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InputError(str(error)) from error
 
 # %% ../nbs/library/01_arrays.ipynb #rngs

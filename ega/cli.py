@@ -16,6 +16,9 @@ from pathlib import Path
 import ega
 
 # %% ../nbs/library/29_cli.ipynb #checks
+_STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
+
+
 def _refuse(flags, because):
     "Raise `InputError` for the first flag of {flag: value} that was given, although it has no effect."
     from ega.arrays import InputError
@@ -28,17 +31,28 @@ def _refuse(flags, because):
 def _check_exists(path, expected):
     "Raise `InputError` if there is nothing at a path."
     from ega.arrays import InputError
+    from ega.files import check_path
 
-    if not Path(path).exists():
+    if not check_path(path).exists():
         raise InputError(f"{path}: no such file; expected {expected}")
 
 
+def _check_store_path(path):
+    "Raise `InputError` if there is a file or an adapter where a store should be."
+    from ega.arrays import InputError
+
+    is_adapter = (Path(path) / "adapter.safetensors").is_file()
+    if Path(path).is_file() or is_adapter:
+        raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
+
+
 def _check_adapter(path):
-    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file."
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
     from ega.arrays import InputError
 
     path = Path(path)
-    if not (path / "adapter.safetensors" if path.is_dir() else path).is_file():
+    is_data = path.suffix in (".npy", ".npz", ".parquet", ".csv")
+    if is_data or not (path / "adapter.safetensors" if path.is_dir() else path).is_file():
         raise InputError(f"{path}: no such adapter; expected the folder written by `ega fit` or a .safetensors file")
 
 
@@ -50,20 +64,20 @@ def _check_device(device):
         pick_device(device)
 
 
-def _check_matrix(path, column):
-    "Raise `InputError` for a file without embeddings, as far as its header says."
-    from ega.vectors import open_vectors
-
-    _check_exists(path, ".npy, .npz, .safetensors or .parquet")
-    if Path(path).suffix not in (".npz", ".safetensors"):
-        open_vectors(path, column=column)
-
-
 def _check_data(args):
     "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
-    _check_matrix(args.source, args.column)
-    if args.labels:
+    from ega.arrays import InputError
+    from ega.vectors import check_embeddings_file
+
+    check_embeddings_file(args.source, args.column)
+    if files := [value for value in args.unlabelled or () if Path(value).is_file()]:
+        raise InputError(
+            f"--unlabelled takes every value behind it, also {files[0]}; name the files before the options"
+        )
+    if args.labels is not None:
         _check_exists(args.labels, "a file of labels")
+        if Path(args.labels).is_dir():
+            raise InputError(f"{args.labels}: this is a folder; expected a file of labels: .npy, .csv or .parquet")
 
 # %% ../nbs/library/29_cli.ipynb #check-fit
 def _check_fit(args):
@@ -74,6 +88,8 @@ def _check_fit(args):
 
     if args.method != "auto":
         check_method(args.method)
+    elif args.max_unseen_loss is None:
+        raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
     _check_data(args)
     if args.out.endswith(".safetensors"):
         raise InputError(f"{args.out}: expected the name of a folder, got that of a file; leave out the ending")
@@ -159,27 +175,34 @@ def _check_store(args):
 
 def _check_migrate(args):
     "Check the arguments of `ega migrate`."
+    from ega.arrays import InputError
+
     _check_adapter(args.adapter)
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
+    _check_store_path(args.store)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
     else:
-        _check_exists(
-            args.store, "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes; --vectors makes one"
-        )
+        _check_exists(args.store, f"{_STORE}; --vectors makes one")
     if Path(args.store).suffix == ".lance":
         _refuse({"--index-factory": args.index_factory}, "for a LanceDB table")
+        if args.vectors and Path(args.vectors).suffix != ".parquet":
+            raise InputError(
+                f"{args.vectors}: expected a pack (.parquet), from which rows are added to a LanceDB table"
+            )
     _check_store(args)
 
 
 def _check_search(args):
     "Check the arguments of `ega search`."
     from ega.encoders import check_encoder
+    from ega.vectors import check_embeddings_file
 
     _check_adapter(args.adapter)
-    _check_exists(args.store, "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    _check_exists(args.store, _STORE)
+    _check_store_path(args.store)
     if Path(args.store).suffix != ".lance":
         _refuse({"--where": args.where}, "for a FAISS index, which has no columns")
     if args.encoder:
@@ -187,14 +210,17 @@ def _check_search(args):
         _check_exists(args.queries, "an image, a folder of images or a .csv")
         check_encoder(args.encoder)
     else:
-        _check_matrix(args.queries, args.column)
+        check_embeddings_file(args.queries, args.column)
     _check_store(args)
 
 # %% ../nbs/library/29_cli.ipynb #info
 def _info(args):
     "Print what a pack holds."
+    from ega.arrays import InputError
     from ega.packs import read_pack
 
+    if Path(args.pack).is_file() and Path(args.pack).suffix != ".parquet":
+        raise InputError(f"{args.pack}: expected a pack, a .parquet file written by ega.write_pack or `ega embed`")
     es = read_pack(args.pack)
     contents = {
         "set": es.meta.get("set"),
@@ -247,6 +273,21 @@ def _embed(args):
         print(f"skipped {name}: {reason}", file=sys.stderr)
     print(f"{result.rows} rows in {result.path}")
 
+# %% ../nbs/library/29_cli.ipynb #adapted-files
+def _adapters_of(path, column):
+    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; other files than Parquet record none."
+    from ega.vectors import open_vectors
+
+    return open_vectors(path, column=column).adapted_by if path.endswith(".parquet") else ()
+
+
+def _refuse_adapted(path, column, fingerprint):
+    "Raise `InputError` if a file records that its vectors were adapted by the adapter with this fingerprint."
+    from ega.vectors import check_not_adapted, open_vectors
+
+    if path.endswith(".parquet"):
+        check_not_adapted(open_vectors(path, column=column), fingerprint)
+
 # %% ../nbs/library/29_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
@@ -273,12 +314,21 @@ def _show_progress(args):
 
 def _fit(args):
     "Select and fit an adapter, and save it."
-    from ega.arrays import defer_sigint, encode_labels
+    from ega.arrays import check_rows_per_class, defer_sigint, encode_labels
 
     if _show_progress(args):
         print(f"loading torch and reading {args.source}", file=sys.stderr)
     x, y = _read_inputs(args)
-    encode_labels(y, len(x), unlabelled=args.unlabelled)  # wrong labels are refused before torch is loaded
+    labels, classes = encode_labels(y, len(x), unlabelled=args.unlabelled)
+    check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
+    if not args.json:
+        print(f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} classes", flush=True)
+    if applied := _adapters_of(args.source, args.column):
+        print(
+            f"note: the vectors in {args.source} were adapted already, by the adapter {', '.join(applied)}; the new "
+            "adapter is for vectors that were adapted in the same way",
+            file=sys.stderr,
+        )
     from ega.estimator import EmbeddingAdapter
 
     adapter = EmbeddingAdapter(
@@ -300,11 +350,23 @@ def _fit(args):
         print(json.dumps(result | {"table": json.loads(selection.table.to_json(orient="records"))}))
         return
     if len(selection.table):
-        print(_format_candidates(selection.table), end="\n\n")
+        print(f"\n{_format_candidates(selection.table)}\n\n{_describe_check(selection)}\n")
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
     print(f"{selection.method}{strength}: {selection.reason}\n{args.out}")
 
 # %% ../nbs/library/29_cli.ipynb #candidates
+def _describe_check(selection):
+    "Say which numbers decide whether a candidate passes the safety check."
+    import textwrap
+
+    text = (
+        "Brackets are two-sided 95 % intervals. The check uses one-sided lower bounds at confidence "
+        f"{selection.confidence:g}: by them held-out classes must lose at most max_unseen_loss="
+        f"{selection.max_unseen_loss:g} points, and seen classes gain more than 0."
+    )
+    return textwrap.fill(text, 80)
+
+
 def _format_candidates(table):
     "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
     import textwrap
@@ -363,6 +425,7 @@ def _evaluate(args):
     from ega.evaluation import evaluate, format_evaluation
 
     adapter = EmbeddingAdapter.load(args.adapter)
+    _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     if args.json:
@@ -378,6 +441,7 @@ def _report(args):
     from ega.report import write_report
 
     adapter = EmbeddingAdapter.load(args.adapter)
+    _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
     comparison = write_report(
         adapter,
@@ -432,9 +496,12 @@ def _migrate(args):
 
 def _migrate_table(args, store):
     "Migrate a LanceDB table, or activate a column of it."
+    from ega.index import as_transform
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
     from ega.packs import read_pack
 
+    if args.vectors:
+        _refuse_adapted(args.vectors, None, as_transform(args.adapter).fingerprint)
     table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
     previous = active_column(table)
     version = args.activate if isinstance(args.activate, str) else migrate_table(table, args.adapter)
@@ -480,6 +547,7 @@ def _build_index(args, indexes):
 # %% ../nbs/library/29_cli.ipynb #asked
 def _read_queries(args):
     "Unit embeddings of the queries, not adapted, and the name of each."
+    from ega.index import as_transform
     from ega.packs import read_pack
 
     if args.encoder:
@@ -495,6 +563,7 @@ def _read_queries(args):
     from ega.arrays import check_and_normalize
     from ega.vectors import open_vectors, read_embeddings
 
+    _refuse_adapted(args.queries, args.column, as_transform(args.adapter).fingerprint)
     if args.queries.endswith(".parquet") and open_vectors(args.queries, column=args.column).pack:
         es = read_pack(args.queries)
         return es.x, es.ids.tolist()
@@ -519,20 +588,25 @@ def _search(args):
     if store.suffix == ".lance":
         from ega.lance import AdaptedTable, open_table
 
-        found = AdaptedTable(open_table(store), args.adapter).search(x, args.k, where=args.where)
+        table = AdaptedTable(open_table(store), args.adapter)
+        found = table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
     else:
         from ega.index import IndexStore
 
-        found = IndexStore(store).open(adapter=args.adapter).search(x, args.k)
+        index = IndexStore(store).open(adapter=args.adapter)
+        found = index.search(x, max(1, min(args.k, len(index))))
     hits = _list_hits(names, found)
     if args.json:
         print(json.dumps(hits))
         return
+    if not hits:
+        print(f"no row meets the condition {args.where}" if args.where else "the store holds no rows")
+        return
     width = max([5, *(len(str(hit["query"])) for hit in hits)])
-    print(f"{'query':{width}}  rank  distance  id")
+    print(f"{'query':{width}}  rank  L2 distance  id")
     for hit in hits:
         query = hit["query"] if hit["rank"] == 1 else ""
-        print(f"{query:{width}}  {hit['rank']:4d}  {hit['distance']:8.3f}  {hit['id']}")
+        print(f"{query:{width}}  {hit['rank']:4d}  {hit['distance']:11.3f}  {hit['id']}")
 
 # %% ../nbs/library/29_cli.ipynb #completion
 def _completion(args):
@@ -559,7 +633,12 @@ def _parsed(convert, check, *args, **limits):
         import ega.arrays
 
         try:
-            return getattr(ega.arrays, check)(convert(text), *args, **limits)
+            value = convert(text)
+        except ValueError as error:
+            kind = "an integer" if convert is int else "a number"
+            raise argparse.ArgumentTypeError(f"value must be {kind}, got {text!r}") from error
+        try:
+            return getattr(ega.arrays, check)(value, *args, **limits)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -573,9 +652,19 @@ _CONFIDENCE = _parsed(float, "check_number", "value", minimum=0.5, below=1)
 _DEVICE = _parsed(str, "check_device_name")
 
 
+def _max_unseen_loss(text):
+    "A type of argparse: points, or none for a fit without comparison."
+    return None if text.lower() == "none" else _POINTS(text)
+
+
 def _jobs(text):
-    "A type of argparse: a number of processes, or -1."
-    return -1 if text == "-1" else _COUNT(text)
+    "A type of argparse: a number of processes as joblib takes it."
+    try:
+        if n_jobs := int(text):
+            return n_jobs
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"value must be an integer other than 0, got {text!r}; -1 uses all cores")
 
 # %% ../nbs/library/29_cli.ipynb #embed-arguments
 def _embed_inputs(command):
@@ -687,7 +776,7 @@ def _data_arguments(command):
     add(
         "source",
         help="embeddings: .npy, .npz, .safetensors, .parquet with a column of float lists, or a pack, which "
-        "holds labels",
+        "holds labels; of other formats use np.save",
     )
     add(
         "labels",
@@ -723,11 +812,11 @@ def _fit_arguments(command):
     )
     add(
         "--max-unseen-loss",
-        type=_POINTS,
+        type=_max_unseen_loss,
         metavar="POINTS",
         default=1.0,
         help="points of LP@1 (share of queries whose nearest neighbour carries their label) that unseen classes may "
-        "lose (default: 1)",
+        "lose; none fits --method at full strength without comparison (default: 1)",
     )
     add(
         "--confidence",
@@ -736,7 +825,12 @@ def _fit_arguments(command):
         default=0.95,
         help="one-sided, of each candidate by itself (default: 0.95)",
     )
-    add("--n-jobs", type=_jobs, metavar="N", help="folds compared in parallel; -1 for all cores (default: none)")
+    add(
+        "--n-jobs",
+        type=_jobs,
+        metavar="N",
+        help="folds compared in parallel; -1 for all cores, -2 for all but one (default: one after the other)",
+    )
     add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
     _add_json_and_quiet(command)
@@ -808,6 +902,10 @@ def _search_arguments(command):
     add("-k", type=_COUNT, metavar="N", default=5, help="neighbours of a query (default: 5)")
     add("--where", metavar="SQL", help="LanceDB: search rows that meet a condition, such as \"split = 'test'\"")
     _add_json_and_quiet(command)
+    command.epilog = (
+        "The distance is the L2 (Euclidean) distance of the adapted vectors, which have norm 1: from 0 to 2, and "
+        "cosine similarity = 1 - distance^2 / 2."
+    )
 
 # %% ../nbs/library/29_cli.ipynb #parser
 _NOTHING_WRITTEN = "nothing was written; the same command starts anew"
@@ -880,11 +978,30 @@ def parser() -> argparse.ArgumentParser:
     _add_store_commands(add)
     return top
 
+# %% ../nbs/library/29_cli.ipynb #os-errors
+def _describe_os_error(error):
+    "A sentence for an error of the system; those with a sentence of their own keep it."
+    if not error.errno or not error.strerror:
+        return " ".join(str(error).split())[:1000]
+    place = error.filename if error.filename is not None else "a file or the standard output"
+    return f"{place} cannot be read or written: {error.strerror}"
+
+
+def _fill_positionals(args, rest):
+    """Give arguments that argparse left over to optional positional ones; return those that are still left.
+
+    Before Python 3.12 argparse gives an optional positional argument its default as soon as an option stands before it.
+    """
+    for action in args.parser._get_positional_actions():
+        if rest and action.nargs == "?" and getattr(args, action.dest) is None and not rest[0].startswith("-"):
+            setattr(args, action.dest, rest[0])
+            rest = rest[1:]
+    return rest
+
 # %% ../nbs/library/29_cli.ipynb #main
-def _leave_quietly():
+def _discard_output():
     "Point the standard output nowhere, so that nothing is said when Python closes it."
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141  # of a process that writes to a closed pipe
 
 
 def _run_parsed(args, complain):
@@ -895,7 +1012,6 @@ def _run_parsed(args, complain):
         if getattr(args, "check", None):
             args.check(args)
         args.run(args)
-        sys.stdout.flush()
     except InputError as error:
         complain(error)
         return 2
@@ -907,7 +1023,10 @@ def _run_parsed(args, complain):
         return 1
     except BrokenPipeError:
         raise
-    except (OSError, RuntimeError, ImportError, ArithmeticError) as error:
+    except OSError as error:
+        complain(_describe_os_error(error))
+        return 1
+    except (RuntimeError, ImportError, ArithmeticError) as error:
         complain(" ".join(str(error).split())[:1000])
         return 1
     return 0
@@ -918,19 +1037,32 @@ def run_command(
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
 ) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
     "Parse the arguments and run the command; print an exception as one sentence and return the exit code."
+
+    def complain(text):
+        print(f"{top.prog}: {text}", file=sys.stderr)
+
+    exit_code = 0
     try:
         try:
             args, rest = top.parse_known_args(argv)
         except SystemExit:
             sys.stdout.flush()  # the help
             raise
-        if rest:
+        if rest := _fill_positionals(args, rest):
             args.parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the command, not of all
         # Set before torch loads: on a busy machine threads that spin while they wait take time from those that work.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        return _run_parsed(args, lambda text: print(f"{top.prog}: {text}", file=sys.stderr))
+        exit_code = _run_parsed(args, complain)
+        sys.stdout.flush()
+        return exit_code
     except BrokenPipeError:
-        return _leave_quietly()
+        _discard_output()
+        return 141  # of a process that writes to a closed pipe
+    except OSError as error:  # of the flush: all others are handled where the command runs
+        _discard_output()
+        if not exit_code:
+            complain(f"the standard output cannot be written: {error.strerror}")
+        return 1
 
 
 def main(

@@ -252,7 +252,10 @@ def check_method(
         "lda",
         *RECOMMENDED_METHODS,
     ]
-    raise InputError(f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {method!r}")
+    raise InputError(
+        f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {method!r} (a loss or a method "
+        "of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig)))"
+    )
 
 
 def build_method_config(

@@ -124,7 +124,13 @@ def check_output(
         raise InputError(f"{path} cannot be written, because {existing} is a file; choose another folder")
     if not os.access(existing, os.W_OK):
         raise InputError(f"{path} cannot be written, because {existing} is read-only; choose another folder")
-    return path
+    try:  # some folders, such as /proc, take no files although they state that they do
+        with tempfile.TemporaryFile(dir=existing if existing.is_dir() else existing.parent):
+            return path
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written, because no file can be made there ({error.strerror}); choose another folder"
+        ) from error
 
 # %% ../nbs/library/03_files.ipynb #file-hash
 def file_hash(
@@ -173,8 +179,8 @@ def short_error(
     error: BaseException,
 ) -> str:  # one line of at most 80 characters
     "Return the first line of the message of an exception, or its type name if the message is empty."
-    lines = str(error).strip().splitlines()
-    return (lines or [type(error).__name__])[0][:80]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 80 else line[:76].rsplit(" ", 1)[0] + " ..."
 
 # %% ../nbs/library/03_files.ipynb #check-decompressed-size
 MAX_DECOMPRESSED_BYTES = 2**28  # any file may decompress to this many bytes ...
@@ -199,7 +205,7 @@ def check_decompressed_size(
 def _check_is_file(path, expected):
     "Raise `InputError` if a path is not a regular file."
     if not path.is_file():
-        problem = "not a regular file" if path.exists() else "no such file"
+        problem = "this is a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
         raise InputError(f"{path}: {problem}; expected {expected}")
 
 # %% ../nbs/library/03_files.ipynb #read-json
@@ -275,8 +281,8 @@ def _check_csv(header, rows, required):
     "Raise ValueError if a header or a row of a CSV file is malformed."
     if len(header) > _MAX_CSV_COLUMNS:
         raise ValueError(f"{len(header)} columns, at most {_MAX_CSV_COLUMNS} are read")
-    if len(set(header)) < len(header):
-        raise ValueError("two columns have the same name")
+    if repeated := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
+        raise ValueError(f"several columns are named {repeated[0]!r}: rename all but one")
     if missing := [name for name in required if name not in header]:
         raise ValueError(f"the header {header[:9]} lacks {', '.join(missing)}")
     for i, row in enumerate(rows):
@@ -317,7 +323,7 @@ def _read_npy_header(f):
     else:
         raise ValueError(f"version {version} of the format")
     if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are not unpickled")
+        raise ValueError("it holds Python objects: convert texts by astype(str)")
     if any(n < 0 for n in shape):
         raise ValueError(f"shape {shape}")
     return shape, fortran, dtype

@@ -43,7 +43,7 @@ from .closed_form import LinearMap
 from .files import READ_ERRORS, atomic_write, check_path, file_hash, hash_arrays, read_json, short_error
 from .search import Neighbours, import_faiss, knn
 from .transform import file_stat_key, transform_file
-from .vectors import VectorFile, open_vectors
+from .vectors import VectorFile, check_not_adapted, open_vectors
 
 # %% ../nbs/library/25_index.ipynb #linear
 class IndexTransform(NamedTuple):
@@ -790,6 +790,7 @@ def _build_version(folder, m, source, index_factory, ids, column, batch_size, pr
     "Adapt a file of raw embeddings and build a version from it; what is finished is not computed again."
     name = m.fingerprint[:16]
     rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
+    check_not_adapted(rows, m.fingerprint)
     ids = _source_ids(source, rows, ids)
     call = json.dumps([*file_stat_key(source), rows.column])
     call_hash = hash_arrays(np.frombuffer(call.encode(), np.uint8))[:8]  # another call does not reuse these rows
@@ -831,7 +832,9 @@ class _IndexVersions:
         "Load a version, by default the current one; `adapter` as in `AdaptedIndex.load`."
         version = version or self.current
         if version is None:
-            raise InputError(f"{self.folder} has no current version; call migrate and activate first")
+            raise InputError(
+                f"{self.folder} has no current version; call migrate and activate first (`ega migrate --activate`)"
+            )
         return AdaptedIndex.load(self.folder / _check_file_name(version, self.folder), adapter)
 
     def activate(self, version: str) -> Any:

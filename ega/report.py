@@ -360,11 +360,11 @@ def _class_lines(table, class_name):
 
 
 def _curve_table(c):
-    "LP@1 by strength, as header and texts."
+    "LP@1 by the share of the adapter that is applied, as header and texts."
     if c.strength_curve is None:
         return [], []
     lines = dict(list(c.strength_curve.groupby(["group", "gallery"], sort=False)))
-    header = ["strength", *(f"{group}, {gallery} gallery" for group, gallery in lines)]
+    header = ["share", *(f"{group}, {gallery} gallery" for group, gallery in lines)]
     texts = zip(*([f"{value:.1f}" for value in line.adapted] for line in lines.values()))
     return header, [[f"{strength:g}", *values] for strength, values in zip(CURVE_STRENGTHS, texts)]
 
@@ -391,7 +391,7 @@ def _page_content(c, title, class_name, decision):
         "headline": (_gallery_title(c, True), _HEADLINE_HEADER, _headline_lines(c)),
         "own": (_gallery_title(c, False), _HEADLINE_HEADER[:5], _own_lines(c)),
         "notes": page_notes(c),
-        "curve": ("LP@1 by strength", *_curve_table(c)),
+        "curve": ("LP@1 by share of this adapter: 0 is frozen, 1 is this adapter", *_curve_table(c)),
         "losses": ("Largest loss", _CLASS_HEADER, _class_lines(losses, class_name)),
         "gains": ("Largest gain", _CLASS_HEADER, _class_lines(gains, class_name)),
     }
@@ -527,10 +527,10 @@ _PAGE = """<!doctype html>
 {{ table(headline) }}{{ table(own) }}
 <ul class="note">{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>
 {% if curve[2] %}
-<h2>Strength of the adapter</h2>
-<p>LP@1 of the mixture <i>(1 − strength) frozen + strength adapted</i>, brought to norm 1: no new training, the same
-queries and galleries as above. 0 is frozen, 1 is this adapter. The band is the 95&nbsp;% interval of the first
-line.</p>
+<h2>A share of this adapter</h2>
+<p>LP@1 of the mixture <i>(1 − share) frozen + share adapted</i>, brought to norm 1: no new training, the same
+queries and galleries as above. Share 0 is frozen, share 1 is this adapter. The band is the 95&nbsp;% interval of the
+first line.</p>
 <div class="strength"><div class="charts"><figure>{{ strength_chart | safe }}</figure></div>
 <div>{{ table(curve, cards=False) }}</div></div>
 {% endif %}
@@ -626,7 +626,7 @@ def _plot_strength(ax, c):
         if is_headline and group == c.evaluation.group[0]:
             ax.fill_between(line.strength, line.low, line.high, color=_COLOURS[group], alpha=0.15, lw=0)
     ax.axhline(0, color="#767676", lw=0.8)
-    ax.set(xlabel="strength", ylabel="change of LP@1 (points)", xticks=[0, 0.5, 1])
+    ax.set(xlabel="share of this adapter", ylabel="change of LP@1 (points)", xticks=[0, 0.5, 1])
     ax.figure.legend(loc="outside upper left", frameon=False)
 
 

@@ -626,7 +626,7 @@ def select_adapter(
         reason = (
             f"too few classes: {n_classes} with two rows or more, and {needed} are needed"
             if resolved
-            else "no candidates"
+            else "only the frozen embeddings were named, so nothing was compared"
         )
         empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
         return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_classes)

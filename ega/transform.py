@@ -29,7 +29,7 @@ from .adapters import adapter_fingerprint, check_adapter, load_adapter
 from .arrays import InputError, check_positive_int, defer_sigint, import_optional, pick_device, usable_cores
 from .files import READ_ERRORS, check_path, file_lock, read_json, short_error
 from .packs import dequantize, open_parquet, quantize
-from .vectors import iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
+from .vectors import check_not_adapted, iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
 
 # %% ../nbs/library/24_transform.ipynb #options
 BLOCK_BYTES = 2**24  # bytes of float32 rows that are written between two updates of the progress file
@@ -315,8 +315,7 @@ def _target_schema(
     old = open_parquet(vectors.path).schema_arrow
     i = old.get_field_index(vectors.column)
     item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
-    kind = pa.list_(item, adapter.d)
-    schema = old.set(i, pa.field(vectors.column, kind, nullable=False, metadata=old.field(i).metadata))
+    kind, of_column = pa.list_(item, adapter.d), dict(old.field(i).metadata or {})
     metadata = {k: v for k, v in (old.metadata or {}).items() if k not in (b"ega", b"ARROW:schema")}
     name = f"{type(adapter).__name__}({adapter.d})"
     note = f"adapted by {name}, weights {provenance['adapter'][:16]}, computed in {options.precision}"
@@ -324,8 +323,10 @@ def _target_schema(
         pack = _pack_metadata(vectors, adapter.d, part, options.dtype, note)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
     else:
-        metadata[b"ega_adapted"] = note.encode()
-    return schema.with_metadata(metadata)
+        earlier = of_column.get(b"ega_adapted")
+        of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `open_vectors` reads it
+    field = pa.field(vectors.column, kind, nullable=False, metadata=of_column)
+    return old.set(i, field).with_metadata(metadata)
 
 # %% ../nbs/library/24_transform.ipynb #write-parquet
 def _replace_vectors(table, z, vectors, schema, dtype):
@@ -459,6 +460,13 @@ def _open_shards(
     if not files:
         raise InputError(f"{source}: expected at least one .npy or .parquet file, found none; name another folder")
     return [open_vectors(f, dim, column) for f in files]
+
+
+def _refuse_adapted(adapter, shards):
+    "Raise `InputError` if one of the files records that this adapter was applied to it."
+    fingerprint = adapter_fingerprint(adapter)
+    for shard in shards:
+        check_not_adapted(shard, fingerprint)
 
 
 @contextmanager
@@ -614,7 +622,8 @@ def transform_file(
     ------
     InputError
         If an argument is not allowed, a file cannot be read, a row is not finite or has norm 0 (the message has its
-        number), the target exists, or an unfinished target was started with other inputs.
+        number), the target exists, an unfinished target was started with other inputs, or a Parquet source records
+        that this adapter was applied to it already.
     OSError
         If writing fails. The rows written so far are kept.
 
@@ -626,7 +635,8 @@ def transform_file(
     Notes
     -----
     Memory is a few times `BLOCK_BYTES`, whatever n is. The rows have the bits of `ega.adapters.transform` in batches
-    of the same size, on a CPU for any number of threads. Columns other than the vectors are copied.
+    of the same size, on a CPU for any number of threads. Columns other than the vectors are copied. A Parquet target
+    records the adapter: a pack in its notes, another file in the metadata of the column. A .npy file cannot record it.
 
     Examples
     --------
@@ -651,6 +661,7 @@ def transform_file(
     else:
         shards = [open_vectors(source_path, module.d, column)]
         transform_all = partial(_transform_one, module, shards[0])
+    _refuse_adapted(module, shards)
     n_rows = sum(shard.n for shard in shards)
     with _progress_bar(n_rows, progress) as advance:
         resumed = transform_all(target_path, options, advance)
@@ -713,6 +724,7 @@ def transform_ray(
     if not source_path.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")
     shards = _open_shards(source_path, module.d, column)
+    _refuse_adapted(module, shards)
     n_rows = resumed = sum(shard.n for shard in shards)
     adapter_path = str(Path(adapter).resolve())
     with ray_cluster(address), _target_folder(module, shards, target_path, options) as folder:

@@ -18,6 +18,7 @@ from ega.arrays import (
     RNG_NAMES,
     InputError,
     check_embeddings,
+    check_feature_names,
     check_labels,
     check_rows_per_class,
     check_unit_norm,
@@ -468,3 +469,24 @@ def test_masked_values_are_refused():
     with pytest.raises(InputError, match="masked array with masked values"):
         check_embeddings(x)
     assert check_embeddings(np.ma.masked_less(x, -1).filled(0)).shape == (2, 3)
+
+
+def test_repeated_and_mixed_names_of_columns_are_named():
+    "One sentence of this package, where scikit-learn and pandas have their own."
+    x = np.eye(3)
+
+    class Estimator:
+        pass
+
+    cases = {"several named 'a'; rename": ["a", "b", "a"], "several named 1; rename": [2, 1, 1], "string": ["a", 1, 2]}
+    for words, names in cases.items():
+        with pytest.raises(InputError, match=words):
+            check_feature_names(Estimator(), pd.DataFrame(x, columns=names), reset=True)
+    twice = pd.DataFrame({"a": ["p", "q", "r"], "b": ["p", "q", "q"]}).set_axis(["label", "label"], axis=1)
+    with pytest.raises(InputError, match="several columns are named 'label': rename all but one"):
+        encode_labels(twice["label"])
+
+
+def test_no_label_at_all_is_refused():
+    with pytest.raises(InputError, match="none of the 4 rows has one"):
+        check_rows_per_class(*encode_labels(["", None, np.nan, ""]))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,18 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ega import cli
 from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
-from ega.arrays import normalize
+from ega.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
 from ega.packs import EmbeddingSet, write_pack
 from ega.report import write_report
 from ega.search import knn
-from ega.vectors import read_labels
+from ega.vectors import open_vectors, read_embeddings, read_labels
 
 COMMANDS = ("embed", "fit", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -297,8 +301,15 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
     assert [h["query"] for h in hits[::3]] == es.ids.tolist()
     assert np.allclose([h["distance"] for h in hits], np.sqrt(np.maximum(exact.D, 0)).ravel(), atol=1e-3)
     lines = call(*search, "-k", "1")[1].splitlines()
-    assert lines[0].split() == ["query", "rank", "distance", "id"] and lines[1].split() == ["r0", "1", "0.000", "r0"]
+    assert lines[0].split() == ["query", "rank", "L2", "distance", "id"] and lines[1].split() == [
+        "r0",
+        "1",
+        "0.000",
+        "r0",
+    ]
     assert len(lines) == 61
+    everything = json.loads(call(*search, "-k", 10**20, "--json")[1])
+    assert len(everything) == 60 * 60 and everything[:3] == json.loads(call(*search, "-k", "3", "--json")[1])[:3]
     if raw:
         found = json.loads(call(*search, "--where", "split = 'test'", "--json")[1])
         assert {h["id"] for h in found} <= set(es.ids[1::2])
@@ -516,7 +527,20 @@ def write_data():
     Path("taken.html").write_text("kept")
     Path("versions").mkdir()
     Path("t.lance").mkdir()
+    write_wrong_labels(x, y)
     return x, y
+
+
+def write_wrong_labels(x, y):
+    "Files of labels and of embeddings that are refused, and the folder of an adapter."
+    np.save("objects.npy", y.astype(str).astype(object), allow_pickle=True)
+    np.save("none.npy", np.full(120, -1))
+    Path("spaced.csv").write_text("id, label\n" + "".join(f"{i}, {label}\n" for i, label in enumerate(y)))
+    Path("twice.csv").write_text("label,label\n" + "".join(f"{label},{label}\n" for label in y))
+    pq.write_table(pa.table([pa.array(y), pa.array(y)], names=["label", "label"]), "twice.parquet")
+    pq.write_table(pa.table([pa.array(list(x)), pa.array(list(x))], names=["v", "v"]), "same.parquet")
+    Path("fitted").mkdir()
+    save_adapter(LinearAdapter(8), "fitted/adapter.safetensors")
 
 
 @pytest.fixture
@@ -527,7 +551,7 @@ def data(tmp_path, monkeypatch):
 
 
 WRONG = {  # arguments: words of the message
-    "fit missing.npy y.npy -o out": "missing.npy: no such file; expected .npy, .npz, .safetensors or .parquet",
+    "fit missing.npy y.npy -o out": "missing.npy: no such file; expected embeddings in .npy, .npz, .safetensors",
     "fit x.npy missing.csv -o out": "missing.csv: no such file; expected a file of labels",
     "fit x.npy short.npy -o out": "y must have one label per row: 120 rows, 119 labels",
     "fit x.npy x.npy -o out": "y must have shape (n,)",
@@ -546,7 +570,30 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
     "fit x.npy y.npy -o out --max-unseen-loss=-1": "value must be a finite number >= 0, got -1.0",
     "fit x.npy y.npy -o out --confidence 1": "value must be a finite number in [0.5, 1), got 1.0",
-    "fit x.npy y.npy -o out --n-jobs 0": "value must be an integer >= 1, got 0",
+    "fit x.npy y.npy -o out --n-jobs 0": "value must be an integer other than 0, got '0'; -1 uses all cores",
+    "fit x.npy y.npy -o out --n-jobs x": "value must be an integer other than 0, got 'x'",
+    "fit x.npy y.npy -o out --seed x": "value must be an integer, got 'x'",
+    "fit x.npy y.npy -o out --max-unseen-loss x": "value must be a number, got 'x'",
+    "fit x.npy y.npy -o out --max-unseen-loss none": "so --method must name what to fit",
+    "fit x.npy y.npy -o out --method mine": "of your own is fitted in Python only: EmbeddingAdapter((name,",
+    "fit there y.npy -o out": "there: this is a folder; expected embeddings in .npy",
+    "fit x.npy there -o out": "there: this is a folder; expected a file of labels",
+    "fit y.csv y.npy -o out": "got '.csv'; convert it: np.save('x.npy', pd.read_csv('y.csv').to_numpy('float32'))",
+    "fit text.npy x.npy -o out": "expected embeddings, which are real numbers, got dtype <U1; name the file of emb",
+    "fit x.npy objects.npy -o out": "it holds Python objects: convert texts by astype(str)",
+    "fit x.npy none.npy -o out": "expected labels, but none of the 120 rows has one",
+    "fit x.npy spaced.csv -o out": "expected a column 'label', the header has ' label'; remove blanks around names",
+    "fit x.npy twice.csv -o out": "several columns are named 'label': rename all but one",
+    "fit x.npy twice.parquet -o out": "several columns are named 'label'; rename all but one",
+    "fit same.parquet y.npy -o out": "found v, v; these columns have the same name: rename all but one",
+    "fit x.npy --unlabelled 3 y.npy -o out": "--unlabelled takes every value behind it, also y.npy",
+    "evaluate x.npy y.npy": "x.npy: no such adapter; expected the folder",
+    "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; convert it: np.save",
+    "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
+    "migrate a.safetensors fitted --vectors x.npy": "fitted: this is the folder of an adapter; expected a LanceDB",
+    "migrate a.safetensors t.lance --vectors x.npy": "x.npy: expected a pack (.parquet)",
+    "search a.safetensors versions x.npy -k x": "value must be an integer, got 'x'",
+    "info x.npy": "x.npy: expected a pack, a .parquet file written by",
     "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
     "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",
     "evaluate a.safetensors missing.npy y.npy": "missing.npy: no such file",
@@ -830,3 +877,140 @@ def test_a_wrong_condition_is_one_sentence(store, call):
         code, _, message = call("search", "a.safetensors", "db/t.lance", "rows.parquet", "--where", where)
         assert code == 2 and f"where={where!r} must be an SQL condition on the columns id, label" in message
         assert len(message.strip().splitlines()) == 1
+
+
+def set_weights(path, seed):
+    "Save a linear adapter of 8 columns with random weights."
+    adapter = LinearAdapter(8)
+    with torch.no_grad():
+        adapter.weight.copy_(0.4 * torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)))
+    save_adapter(adapter, path)
+
+
+@pytest.mark.parametrize("source", ("x.parquet", "rows.parquet"))
+def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
+    "Parquet files and packs record the adapter; every command that would apply it again refuses, another may follow."
+    for package in ("faiss", "lancedb"):
+        pytest.importorskip(package)
+    labels = () if source == "rows.parquet" else ("--label-column", "n")
+    fit = ("--method", "wccn", "--max-unseen-loss", "none", "--quiet")
+    assert call("fit", source, *labels, "-o", "a", *fit)[0] == 0
+    set_weights("b.safetensors", 1)
+    assert call("transform", "a", source, "-o", "z.parquet", "--quiet")[0] == 0
+    assert call("transform", "b.safetensors", "z.parquet", "-o", "bz.parquet", "--quiet")[0] == 0
+    for z in ("z.parquet", "bz.parquet"):
+        commands = [
+            ("transform", "a", z, "-o", "zz.parquet"),
+            ("evaluate", "a", z, *labels),
+            ("report", "a", z, *labels, "-o", "r.md"),
+            ("migrate", "a", "indexes", "--vectors", z),
+            ("migrate", "a", "db/new.lance", "--vectors", z),
+        ]
+        for command in commands:
+            code, out, message = call(*command)
+            assert code == 2 and f"{z}: expected vectors that are not adapted" in message and not out, (
+                command,
+                message,
+            )
+    assert call("migrate", "a", "indexes", "--vectors", source, "--activate", "--quiet")[0] == 0
+    assert call("search", "a", "indexes", source)[0] == 0
+    assert "expected vectors that are not adapted" in call("search", "a", "indexes", "z.parquet")[2]
+    assert not any(Path(name).exists() for name in ("zz.parquet", "r.md", "db"))
+    assert call("evaluate", "a", source, *labels)[0] == 0
+
+
+def test_a_fit_on_adapted_vectors_says_so(data, call):
+    set_weights("b.safetensors", 1)
+    assert call("transform", "b.safetensors", "x.parquet", "-o", "z.parquet", "--quiet")[0] == 0
+    fit = ("--label-column", "n", "--method", "wccn", "--quiet", "-o")
+    version = open_vectors("z.parquet").adapted_by[0]
+    code, _, message = call("fit", "z.parquet", *fit, "out")
+    assert code == 0 and f"the vectors in z.parquet were adapted already, by the adapter {version}" in message
+    assert call("fit", "x.parquet", *fit, "raw")[2] == ""
+
+
+def test_fit_prints_its_rows_and_what_decides(data, call):
+    labels = data[1].copy()
+    labels[:5] = -1
+    np.save("some.npy", labels)
+    code, out, _ = call("fit", "x.npy", "some.npy", "-o", "out", "--method", "wccn", "--confidence", "0.9", "--quiet")
+    text = " ".join(out.split())
+    assert code == 0 and out.startswith("120 rows, 115 labelled, 12 classes\n")
+    assert (
+        "one-sided lower bounds at confidence 0.9: by them held-out classes must lose at most max_unseen_loss=1" in text
+    )
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_fit_without_comparison_and_with_any_number_of_jobs(data, call):
+    "As `EmbeddingAdapter(max_unseen_loss=None)` and as joblib counts."
+    fit = ("fit", "x.npy", "y.npy", "--method", "lda", "--json", "--quiet", "--max-unseen-loss")
+    found = json.loads(call(*fit, "none", "-o", "out")[1])
+    adapter = EmbeddingAdapter("lda", max_unseen_loss=None).fit(*data)
+    assert found["fingerprint"] == adapter.fingerprint_ and found["table"] == []
+    parsed = cli.parser().parse_args([*fit, "2", "-o", "out", "--n-jobs", "-3"])
+    assert parsed.n_jobs == -3 and parsed.max_unseen_loss == 2
+
+
+def test_options_may_stand_between_files(data, call):
+    assert call("fit", "x.npy", "--method", "wccn", "y.npy", "-o", "out", "--quiet")[0] == 0
+    expected = call("evaluate", "out", "x.npy", "y.npy")
+    assert expected[0] == 0 and expected == call("evaluate", "out", "x.npy", "--seed", "0", "y.npy")
+    assert expected == call("evaluate", "--seed", "0", "out", "x.npy", "y.npy")
+    for wrong in (("y.npy", "y.npy"), ("--nothing", "y.npy")):
+        with pytest.raises(SystemExit, match="2"):
+            call("evaluate", "out", "x.npy", "--seed", "0", *wrong)
+
+
+def test_integer_embeddings_are_read_as_in_python(data, call):
+    "int8 in every format; the file that is transformed too."
+    x, y = (100 * data[0]).astype(np.int8), data[1]
+    np.save("i.npy", x)
+    np.savez("i.npz", x=x, y=y[:, None].astype("U3"))
+    pd.DataFrame({"v": x.tolist(), "n": y}).to_parquet("i.parquet")
+    save_file({"x": torch.from_numpy(x)}, "i.safetensors")
+    expected = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
+    for source in ("i.npy", "i.npz", "i.parquet", "i.safetensors"):
+        fit = ("fit", source, "y.npy", "-o", source[2:], "--method", "wccn", "--max-unseen-loss", "none", "--json")
+        code, out, message = call(*fit, "--quiet")
+        assert code == 0, message
+        assert json.loads(out)["fingerprint"] == expected.fingerprint_
+    assert call("transform", "npy", "i.npy", "-o", "z.npy", "--quiet")[0] == 0
+    assert np.array_equal(np.load("z.npy"), expected.transform(x))
+
+
+def test_archives_prefer_floats_and_read_bfloat16(data):
+    x = torch.from_numpy(data[0]).bfloat16()
+    save_file({"x": x, "tokens": torch.ones(120, 4, dtype=torch.int64)}, "b.safetensors")
+    assert np.array_equal(read_embeddings("b.safetensors")[0], x.float().numpy())
+    assert read_embeddings("b.safetensors", "tokens")[0].shape == (120, 4)
+    with pytest.raises(InputError, match=r"the arrays are tokens \(120, 4\), x \(120, 8\)"):
+        read_embeddings("b.safetensors", "none")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "args, unbuffered", [("fit --help", ""), ("info rows.parquet", ""), ("info rows.parquet --json", "1")]
+)
+def test_an_output_that_takes_nothing_is_one_sentence(args, unbuffered, data):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ega", *args.split()]
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and re.fullmatch("ega: .*standard output cannot be .*: No space left.*\n", done.stderr)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+@pytest.mark.parametrize("args", ("fit x.npy y.npy -o /proc/a", "transform a.safetensors x.npy -o /proc/z.npy"))
+def test_a_folder_that_takes_no_files_is_found_before_the_work(args, data, call, monkeypatch):
+    monkeypatch.setattr(cli, "_read_inputs", None)
+    code, _, message = call(*args.split())
+    assert code == 2 and "cannot be written, because no file can be made there" in message
+
+
+def test_a_condition_that_no_row_meets_is_said(store, call):
+    pytest.importorskip("lancedb")
+    assert call("migrate", "a.safetensors", "db/t.lance", "--vectors", "rows.parquet", "--activate", "--quiet")[0] == 0
+    search = ("search", "a.safetensors", "db/t.lance", "rows.parquet", "--where", "split = 'none'")
+    assert call(*search)[:2] == (0, "no row meets the condition split = 'none'\n")
+    assert call(*search, "--json")[:2] == (0, "[]\n")

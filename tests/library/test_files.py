@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ega import files
 from ega.arrays import InputError, encode_labels
-from ega.files import atomic_write, hash_arrays, read_csv_columns
+from ega.files import atomic_write, check_output, hash_arrays, read_csv_columns, short_error
 from ega.packs import EmbeddingSet, write_pack
 from ega.vectors import read_labels
 
@@ -131,3 +132,34 @@ def test_a_header_of_unclosed_quotes_is_read_in_linear_time(tmp_path):
     (tmp_path / "t.csv").write_text('a,"' + '""' * 10**6 + "b")
     with pytest.raises(InputError, match="cannot be read"):
         read_csv_columns(tmp_path / "t.csv", "a table")
+
+
+def test_an_output_in_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
+    "Although its permissions allow it, as those of /proc do; nothing is created by the check."
+    assert check_output(tmp_path / "new" / "a.md", endings=(".md",)) and not any(tmp_path.iterdir())
+
+    def refuse(dir):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
+    for path, endings in ((tmp_path / "new", ()), (tmp_path / "a.md", (".md",))):
+        with pytest.raises(InputError, match="no file can be made there .No space left on device.; choose another"):
+            check_output(path, endings=endings)
+
+
+def test_short_errors_end_at_a_word():
+    text = "Parquet magic bytes not found in footer. Either the file is corrupted or this is not a parquet file."
+    assert short_error(ValueError(text)) == text[: text.index(" this")] + " ..."
+    assert short_error(ValueError(text[:80])) == text[:80] and len(short_error(ValueError("x" * 99))) == 80
+    assert short_error(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("column, words", [(None, "header has ' label'"), ("id", None), (" label", None)])
+def test_blanks_around_the_name_of_a_column_are_named(column, words, tmp_path):
+    path = tmp_path / "y.csv"
+    path.write_text("id, label\n3, a\n4, b\n")
+    if words is None:
+        assert read_labels(path, column).tolist() == ([3, 4] if column == "id" else [" a", " b"])
+        return
+    with pytest.raises(InputError, match=words):
+        read_labels(path, column)

@@ -110,7 +110,7 @@ def test_python_shell_json_and_page_give_the_same_digits(tmp_path, capsys):
     assert [line[:5] for line in own[1:]] == [shown(line) for line in table.itertuples() if line.gallery != "mixed"]
     assert summary_sentence(table) in page.replace("\u00a0", " ")
 
-    assert curve[0] == ["strength", "unseen, mixed gallery", "unseen, unseen gallery", "seen, mixed gallery"]
+    assert curve[0] == ["share", "unseen, mixed gallery", "unseen, unseen gallery", "seen, mixed gallery"]
     ends = table.iloc[:3]  # in the order of the columns
     assert curve[1] == ["0", *(f"{value:.1f}" for value in ends.frozen)]
     assert curve[-1] == ["1", *(f"{value:.1f}" for value in ends.adapted)]
@@ -185,7 +185,7 @@ def test_adapter_to_another_width_has_no_curve_and_no_displacement(spaces, tmp_p
     assert small.strength_curve is None and small.outcome_counts.displacement.isna().all()
     assert "Which rows the adapter was trained on is not known" in " ".join(page_notes(small))
     page = write_comparison(small, tmp_path / "r.html").read_text()
-    assert "Strength of the adapter" not in page and "–" in page
+    assert "share of this adapter" not in page and "–" in page
 
 
 def test_inputs_are_not_changed(spaces):

@@ -430,3 +430,10 @@ def test_nothing_is_drawn_unless_it_is_asked_for():
             select_adapter(*world(0), ("wccn",), progress=progress)
         select_adapter(*world(0), ("wccn",), n_jobs=2)
     assert screen.getvalue() == ""
+
+
+def test_frozen_by_name_says_that_nothing_was_compared():
+    s = select_adapter(
+        normalize(np.random.default_rng(0).normal(size=(24, 4))), np.repeat(np.arange(12), 2), ["frozen"]
+    )
+    assert s.frozen and s.reason == "only the frozen embeddings were named, so nothing was compared"

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_runs import make_packs
 
 from ega import transform as transform_module
-from ega.adapters import LoRAAdapter, ReleasedEGA, save_adapter, transform
+from ega.adapters import LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 from ega.arrays import InputError, as_unit_rows, normalize
 from ega.experiments import throughput
 from ega.experiments.grids import ResultStore, run_grid_ray
@@ -146,7 +146,7 @@ def test_parquet_equals_transform_and_keeps_other_columns(tmp_path, small_blocks
         )
         assert (
             out.schema.metadata[b"mine"] == b"kept"
-            and b"ReleasedEGA(16)" in out.schema.metadata[b"ega_adapted"]
+            and b"ReleasedEGA(16)" in out.schema.field("a.b").metadata[b"ega_adapted"]
             and str(out.schema.field("a.b").type.list_size) == "16"
         )
 
@@ -600,7 +600,8 @@ def edited_npy(change):
         (lambda p: np.save(p, unit_rows(20)[0]), r"shape \(n, 16\)"),
         (lambda p: np.save(p, np.empty((0, 16), "f4")), "at least one row|cannot be read"),
         (lambda p: np.save(p, unit_rows(20, 15)), "expected 16 columns, as the adapter has, got 15"),
-        (lambda p: np.save(p, np.ones((20, 16), int)), "expected float16"),
+        (lambda p: np.save(p, np.ones((20, 16), bool)), "real numbers, got dtype bool; convert it"),
+        (lambda p: np.save(p, np.full((20, 16), "a")), "real numbers, got dtype <U1; name the file of embeddings"),
         (lambda p: np.save(p, np.ones((20, 16), "c8")), "expected float16"),
         (lambda p: np.save(p, np.array([[None] * 16]), allow_pickle=True), "cannot be read"),
         (lambda p: np.save(p, np.ones((3, 16), np.longdouble)), "expected float16"),
@@ -999,3 +1000,31 @@ def test_a_wide_parquet_file_is_refused_with_the_line_that_converts_it(tmp_path)
     line = re.search(r"with (pd\.DataFrame\(.*\))$", str(error.value))[1]
     eval(line).to_parquet(tmp_path / "lists.parquet")
     assert np.array_equal(read_embeddings(tmp_path / "lists.parquet")[0], x)
+
+
+def test_a_parquet_file_records_its_adapters(tmp_path):
+    "By column, in the order of application; the same adapter is refused, for the other column it is not."
+    x = unit_rows(20)
+    first, second = make_adapter(), make_adapter(seed=1)
+    pq.write_table(pa.table({"a": list_array(x), "b": list_array(x)}), tmp_path / "x.parquet")
+    paths = [tmp_path / f"{i}.parquet" for i in range(4)]
+    assert open_vectors(tmp_path / "x.parquet", column="a").adapted_by == ()
+    transform_file(first, tmp_path / "x.parquet", paths[0], column="a", **ONE)
+    transform_file(second, paths[0], paths[1], column="a", **ONE)
+    versions = tuple(adapter_fingerprint(f)[:16] for f in (first, second))
+    assert open_vectors(paths[1], column="a").adapted_by == versions
+    transform_file(first, paths[1], paths[2], column="b", **ONE)
+    assert open_vectors(paths[2], column="b").adapted_by == versions[:1]
+    for f in (first, second):
+        with pytest.raises(InputError, match="expected vectors that are not adapted"):
+            transform_file(f, paths[2], paths[3], column="a", **ONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.parquet", "1.parquet", "2.parquet", "x.parquet"]
+
+
+def test_a_folder_with_an_adapted_file_is_refused(tmp_path):
+    (tmp_path / "x").mkdir()
+    pq.write_table(pa.table({"v": list_array(unit_rows(20))}), tmp_path / "x" / "0.parquet")
+    transform_file(make_adapter(), tmp_path / "x" / "0.parquet", tmp_path / "x" / "1.parquet", **ONE)
+    with pytest.raises(InputError, match="1.parquet: expected vectors that are not adapted"):
+        transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
+    assert not (tmp_path / "z").exists() and not (tmp_path / "z.part").exists()
