@@ -334,6 +334,7 @@ def _fit(args):
     adapter = EmbeddingAdapter(
         args.method,
         max_unseen_loss=args.max_unseen_loss,
+        unseen_share=args.unseen_share,
         confidence=args.confidence,
         random_state=args.seed,
         n_jobs=args.n_jobs,
@@ -362,7 +363,8 @@ def _describe_check(selection):
     text = (
         "Brackets are two-sided 95 % intervals. The check uses one-sided lower bounds at confidence "
         f"{selection.confidence:g}: by them held-out classes must lose at most max_unseen_loss="
-        f"{selection.max_unseen_loss:g} points, and seen classes gain more than 0."
+        f"{selection.max_unseen_loss:g} points, and the gain, the mean of both changes weighted by --unseen-share, "
+        "must be above 0."
     )
     return textwrap.fill(text, 80)
 
@@ -380,6 +382,7 @@ def _format_candidates(table):
     columns = {
         "method": table.method,
         "strength": table.strength.map("{:g}".format),
+        "gain": table.gain.map("{:+.1f}".format),
         "seen classes": interval("seen"),
         "held-out classes": interval("unseen"),
         "check": table.safety_check,
@@ -649,6 +652,7 @@ _COUNT = _parsed(int, "check_positive_int", "value")
 _SEED = _parsed(int, "check_positive_int", "value", minimum=0)
 _POINTS = _parsed(float, "check_number", "value", minimum=0)
 _CONFIDENCE = _parsed(float, "check_number", "value", minimum=0.5, below=1)
+_SHARE = _parsed(float, "check_number", "value", minimum=0, maximum=1)
 _DEVICE = _parsed(str, "check_device_name")
 
 
@@ -808,7 +812,7 @@ def _fit_arguments(command):
         "--method",
         metavar="NAME",
         default="auto",
-        help="auto selects; or a name, such as wccn, lda or whitened_nca (default: auto)",
+        help="auto selects; or a name, such as wccn, lda or affine_nca (default: auto)",
     )
     add(
         "--max-unseen-loss",
@@ -817,6 +821,13 @@ def _fit_arguments(command):
         default=1.0,
         help="points of LP@1 (share of queries whose nearest neighbour carries their label) that unseen classes may "
         "lose; none fits --method at full strength without comparison (default: 1)",
+    )
+    add(
+        "--unseen-share",
+        type=_SHARE,
+        metavar="S",
+        default=0.5,
+        help="share of the queries expected from unseen classes, the weight of their change in the gain (default: 0.5)",
     )
     add(
         "--confidence",

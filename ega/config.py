@@ -247,11 +247,7 @@ def check_method(
     "Return a name that `METHODS` has, or raise `InputError`, which suggests similar names."
     if isinstance(method, str) and method in METHODS:
         return method
-    names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or [
-        "wccn",
-        "lda",
-        *RECOMMENDED_METHODS,
-    ]
+    names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or ["wccn", "lda", "affine_nca"]
     raise InputError(
         f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {method!r} (a loss or a method "
         "of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig)))"

@@ -564,7 +564,7 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
     "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
-    "fit x.npy y.npy -o out --method ?": "such as wccn, lda, whitened_nca; got '?'",
+    "fit x.npy y.npy -o out --method ?": "such as wccn, lda, affine_nca; got '?'",
     "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
     "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",

@@ -37,7 +37,7 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize, normalize
+from ega.arrays import InputError, check_and_normalize
 from ega.cli import main
 from ega.config import build_method_config
 from ega.estimator import EmbeddingAdapter
@@ -193,7 +193,6 @@ def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
     z = transform(e.adapter_, x)
     assert np.array_equal(e.transform(x), z)
-    assert np.array_equal(as_transform(e).transform(x), normalize(x @ as_transform(e).matrix.T))
     results = {"estimator": e.transform(long), "index": as_transform(e).transform(long)}
     for name, rows in (("x", x), ("long", long)):
         np.save(tmp_path / f"{name}.npy", rows)
@@ -335,12 +334,11 @@ def test_merged_adapter_equals_closed_form_then_adapter(method):
     assert np.allclose(two @ two.T, one @ one.T, atol=2e-5)
 
 
-def test_methods_that_cannot_be_merged_are_named():
+def test_closed_form_before_a_network_is_refused():
     recipe = build_config("unseen", "cub100", "whitened_nca", epochs=1)
     block = replace(recipe, adapter=replace(recipe.adapter, kind="ega_released", hidden=8))
-    for config, words in ((build_config("unseen", "cub100", "pca"), "PCAMap"), (block, "ReleasedEGA")):
-        with pytest.raises(InputError, match=words):
-            fit_adapter(config, *world(0))
+    with pytest.raises(InputError, match="ReleasedEGA"):
+        fit_adapter(block, *world(0))
 
 
 def test_unlabelled_rows_are_never_trained_on(fitted):
@@ -390,7 +388,9 @@ def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
         return frozen
 
     monkeypatch.setattr(estimator, "select_adapter", record)
-    same = dict(max_unseen_loss=0.3, confidence=0.8, strengths=(0.4,), random_state=5, device="cpu", n_jobs=2)
+    same = dict(
+        max_unseen_loss=0.3, unseen_share=0.2, confidence=0.8, strengths=(0.4,), random_state=5, device="cpu", n_jobs=2
+    )
     EmbeddingAdapter(candidates=("lda",), cv=3, verbose=True, **same).fit(x, y)
     EmbeddingAdapter("wccn", cv=3, verbose=True, **same).fit(x, y)
     assert calls == [(("lda",), same | {"n_folds": 3}), (("wccn",), same | {"n_folds": 3})]
@@ -468,8 +468,8 @@ def shorten_fit_rows(path):
         (lambda f: spoil_selection(f, config={"x": 1}), "no field"),
         (lambda f: spoil_selection(f, strength="1"), "strength is str"),
         (lambda f: spoil_selection(f, n_classes=True), "n_classes is bool"),
-        (lambda f: spoil_selection(f, cv_results={"rank": [1]}), "not a list of 9 values"),
-        (lambda f: spoil_selection(f, cv_results={"rank": ["x"] * 9}), "cannot be read"),
+        (lambda f: spoil_selection(f, cv_results={"rank": [1]}), "not a list of 6 values"),
+        (lambda f: spoil_selection(f, cv_results={"rank": ["x"] * 6}), "cannot be read"),
         (lambda f: spoil(f, feature_names_in=["a"]), "feature_names_in"),
         (lambda f: spoil(f, classes=[1, "a"]), "all integers or all texts"),
         (lambda f: spoil(f, classes=[1, 2**63]), "must fit in int64, got 9223372036854775808"),
@@ -653,8 +653,8 @@ def test_unusable_files_are_named(files, tmp_path):
     for call, words in (
         (lambda: read_embeddings(tmp_path / "no.npz"), "no such file"),
         (lambda: read_embeddings(tmp_path / "bad.npz"), "cannot be read"),
-        (lambda: read_embeddings(files / "x.npz", "z"), "expected one matrix 'z'"),
-        (lambda: read_embeddings(files / "y.csv"), "ending"),
+        (lambda: read_embeddings(files / "x.npz", "z"), "expected a matrix 'z'"),
+        (lambda: read_embeddings(files / "y.csv"), "expected embeddings in .npy"),
         (lambda: read_labels(tmp_path / "bad.csv"), "cannot be read"),
         (lambda: read_labels(tmp_path / "two.csv"), "--label-column"),
         (lambda: open_vectors(files / "x.npy", 5), "5 columns"),
@@ -673,9 +673,8 @@ def test_commands_fit_evaluate_and_transform(files, tmp_path, capsys, monkeypatc
     np.save("shuffled.npy", np.random.default_rng(0).permutation(np.load(files / "y.npy")))
     assert main(["fit", x, "shuffled.npy", "-o", out, "--max-unseen-loss", "0", "--overwrite", "--quiet"]) == 0
     shown = capsys.readouterr()
-    table, failures = shown.out.split("\n\n")[:2]
-    assert table.count(" fail") == failures.count(" fails: ") > 0 and shown.err == ""
-    assert max(map(len, f"{table}\n{failures}".splitlines())) <= 80 and "more than max_unseen_loss=0" in failures
+    assert len(re.findall(" fail$", shown.out, re.M)) == shown.out.count(" fails: ") > 0 and shown.err == ""
+    assert max(map(len, shown.out.replace(out, "").splitlines())) <= 80 and "more than max_unseen_loss=0" in shown.out
     assert main(["fit", x, y, "-o", out, "--overwrite"]) == 0
     assert capsys.readouterr().err == ""  # no terminal
     assert main(["fit", x, y, "-o", out]) == 2 and "--overwrite" in capsys.readouterr().err
