@@ -138,7 +138,9 @@ def _check_width(
     x: torch.Tensor,  # (..., d)
     d: int,  # columns the adapter was built for
 ) -> torch.Tensor:  # x itself
-    "Check the number of columns of an adapter's input."
+    "Check the type and the number of columns of an adapter's input."
+    if not isinstance(x, torch.Tensor):
+        raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}; for arrays use ega.adapters.transform")
     if x.shape[-1] != d:
         raise InputError(
             f"x must have {d} columns, got {x.shape[-1]}; this adapter was built for d={d}: "
@@ -634,7 +636,8 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
     adapter : PaperEGA, ReleasedEGA, LoRAAdapter or LinearAdapter, or BoundedDisplacementAdapter around one of them
         The adapter, on any device.
     path : path-like
-        File to write, usually `*.safetensors`. It is replaced as a whole: a kill leaves the old file.
+        File to write, usually `*.safetensors`. An adapter file is replaced as a whole: a kill leaves the old
+        one. Any other file is refused.
 
     Returns
     -------
@@ -644,7 +647,7 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
     Raises
     ------
     InputError
-        If the class cannot be stored, or a weight is NaN or infinite.
+        If the class cannot be stored, a weight is NaN or infinite, or `path` is a file that holds no adapter.
 
     See Also
     --------
@@ -663,6 +666,7 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
 
     path = check_path(path)
     _check_can_be_saved(adapter, path)
+    _check_replaceable(path)
     header = {
         "kind": type(adapter).__name__,
         "sizes": adapter_config(adapter),
@@ -675,6 +679,11 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
 # %% ../nbs/library/09_adapters.ipynb #check-can-be-saved
 def _check_can_be_saved(adapter: nn.Module, path: Path) -> None:
     "Check the class of an adapter and that all its weights are finite."
+    if hasattr(adapter, "adapter_"):
+        raise InputError(
+            f"adapter must be a module of ega.adapters, got the estimator {type(adapter).__name__}; "
+            "save it with its method save, or save its adapter_"
+        )
     if adapter_config(adapter) is None:
         found = type(adapter).__name__
         if isinstance(adapter, BoundedDisplacementAdapter):
@@ -693,6 +702,23 @@ def _check_can_be_saved(adapter: nn.Module, path: Path) -> None:
     if isinstance(adapter, BoundedDisplacementAdapter):
         _check_bound(adapter.max_displacement, f"{path.name}: ")
 
+
+def _check_replaceable(path: Path) -> None:
+    "Raise `InputError` if the path is a file, not empty, that was not written by `save_adapter`."
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        with safe_open(path, "pt") as f:
+            is_adapter = "ega" in (f.metadata() or {})
+    except (SafetensorError, *READ_ERRORS):
+        is_adapter = False
+    if not is_adapter:
+        raise InputError(
+            f"{path} exists and holds no adapter of ega, so it is not replaced; delete it or choose another name"
+        )
+
 # %% ../nbs/library/09_adapters.ipynb #opened
 def _read_adapter_file(
     path: Path,
@@ -702,6 +728,10 @@ def _read_adapter_file(
 
     if not path.is_file():
         raise InputError(f"{path}: no such adapter; expected a file written by ega.adapters.save_adapter")
+    if path.suffix == ".json":
+        raise InputError(
+            f"{path}: is a description, not an adapter; give its folder, or the .safetensors file beside it"
+        )
     try:
         with safe_open(path, "pt") as f:
             header = json.loads((f.metadata() or {})["ega"])
@@ -825,9 +855,10 @@ def check_adapter(
 ) -> None:
     "Raise `InputError` unless a value is a module with the attribute `d`, its number of columns."
     if not isinstance(adapter, nn.Module) or not hasattr(adapter, "d"):
+        advice = "; pass its attribute adapter_" if hasattr(adapter, "adapter_") else ""
         raise InputError(
             f"adapter must be a module of ega.adapters with the attribute d, its number of columns; "
-            f"got {type(adapter).__name__}"
+            f"got {type(adapter).__name__}{advice}"
         )
 
 

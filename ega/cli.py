@@ -314,6 +314,8 @@ def _show_progress(args):
 
 def _fit(args):
     "Select and fit an adapter, and save it."
+    import textwrap
+
     from ega.arrays import check_rows_per_class, defer_sigint, encode_labels
 
     if _show_progress(args):
@@ -353,7 +355,8 @@ def _fit(args):
     if len(selection.table):
         print(f"\n{_format_candidates(selection.table)}\n\n{_describe_check(selection)}\n")
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
-    print(f"{selection.method}{strength}: {selection.reason}\n{args.out}")
+    print(textwrap.fill(f"{selection.method}{strength}: {selection.reason}", 80))
+    print(args.out)
 
 # %% ../nbs/library/29_cli.ipynb #candidates
 def _describe_check(selection):

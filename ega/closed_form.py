@@ -524,6 +524,9 @@ class DiscriminantWhitening(LinearMap):
     [True, True, False, False]
     """
 
+    whitening_: np.ndarray
+    scaling_: np.ndarray
+
     def __init__(self, discrimination: float = 0.3, *, shrinkage: float = 0.5):
         self.discrimination = discrimination
         self.shrinkage = shrinkage

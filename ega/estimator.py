@@ -33,12 +33,14 @@ from ega.arrays import (
     InputError,
     check_and_normalize,
     check_feature_names,
+    check_index,
     check_number,
     check_positive_int,
     check_rows_per_class,
     encode_labels,
     import_optional,
     pick_device,
+    short_repr,
 )
 from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
@@ -127,6 +129,7 @@ def to_dict(
         "classes": estimator.classes_.tolist(),
         "n_features_in": estimator.n_features_in_,
         "feature_names_in": None if names is None else names.tolist(),
+        "integer_columns": estimator._integer_columns,
         "selection": _selection_to_json(estimator.selection_),
         "fingerprint": estimator.fingerprint_,
         "data_fingerprint": estimator.data_fingerprint_,
@@ -214,14 +217,45 @@ def _file_pair(path):
     return path, path.with_suffix(".json")
 
 
+def _check_saved_pair(given, weights, description):
+    "Raise InputError, which names the right function, if a path does not lead to the files of a saved estimator."
+    if weights.is_file() and not description.is_file():
+        raise InputError(
+            f"{description}: no such description; expected the .json that EmbeddingAdapter.save or `ega fit` writes "
+            f"beside the weights; a file of save_adapter is read with ega.adapters.load_adapter({str(weights)!r})"
+        )
+    if weights.is_file():
+        return
+    given = Path(given)
+    advice = f"a pickled one is read with joblib.load({str(given)!r})"
+    if given.suffix == ".json":
+        advice = "give the folder, or the .safetensors file beside the description"
+    raise InputError(
+        f"{given}: no such adapter; expected a folder or a .safetensors file written by EmbeddingAdapter.save or "
+        f"`ega fit`{'; ' + advice if given.is_file() else ''}"
+    )
+
+
+def _check_save_path(given, description):
+    "Raise InputError if saving would replace a file that EmbeddingAdapter.save did not write."
+    if Path(given).suffix in (".json", ".onnx", ".npy", ".npz", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib"):
+        raise InputError(f"path must be a folder or a .safetensors file, got {str(given)!r}; choose such a name")
+    if not description.is_file():
+        return
+    try:
+        values = json.loads(description.read_text())
+    except READ_ERRORS:
+        values = None
+    if not isinstance(values, dict) or "ega" not in values:
+        raise InputError(
+            f"{description} exists and describes no adapter of ega, so it is not replaced; delete it or choose another "
+            "folder"
+        )
+
+
 def _read_description(path):
     "The dictionary of a description, its values checked and converted. Raises InputError for every defect."
     expected = "the description written by EmbeddingAdapter.save"
-    if not path.is_file():
-        raise InputError(
-            f"{path}: no such description; expected the .json that EmbeddingAdapter.save or `ega fit` writes beside "
-            "the weights"
-        )
     values = read_json(path, expected)
     text = (str,)
     types = {"settings": (dict,), "classes": (list,), "n_features_in": (int,), "selection": (dict,)}
@@ -230,6 +264,9 @@ def _read_description(path):
         names = values.get("feature_names_in")
         if names is not None and (len(names) != values["n_features_in"] or {type(n) for n in names} != {str}):
             raise TypeError(f"feature_names_in is not a list of {values['n_features_in']} texts")
+        numbers = values["integer_columns"]
+        if numbers is not None and (len(numbers) != values["n_features_in"] or {type(n) for n in numbers} != {int}):
+            raise TypeError(f"integer_columns is not a list of {values['n_features_in']} integers")
         read = values | {
             "settings": _params_from_json(values["settings"]),
             "classes": _classes_from_json(values["classes"]),
@@ -252,6 +289,7 @@ def _set_fitted(estimator, adapter, values):
     estimator.cv_results_, estimator.frozen_ = selection.cv_results, selection.frozen
     estimator.fingerprint_, estimator.data_fingerprint_ = values["fingerprint"], values["data_fingerprint"]
     estimator.n_features_in_ = estimator._n_features_out = adapter.d
+    estimator._integer_columns = values["integer_columns"]
     if values["feature_names_in"] is not None:
         estimator.feature_names_in_ = np.array(values["feature_names_in"], dtype=object)
     return estimator
@@ -259,6 +297,13 @@ def _set_fitted(estimator, adapter, values):
 # %% ../nbs/library/23_estimator.ipynb #check-params
 def _check_params(estimator):
     "Raise InputError for a parameter of the constructor of another type or out of range; returns the estimator."
+    if not isinstance(estimator.method, (str, tuple, list)):
+        raise InputError(
+            "method must be 'auto', a key of ega.config.METHODS or (name, MethodConfig), "
+            f"got {short_repr(estimator.method)}"
+        )
+    if not isinstance(estimator.verbose, (bool, int, np.bool_)):
+        raise InputError(f"verbose must be True or False, got {short_repr(estimator.verbose)}")
     check_positive_int(estimator.random_state, "random_state", minimum=0)
     check_positive_int(estimator.cv, "cv", minimum=2)
     check_settings(
@@ -309,7 +354,8 @@ class _SaveLoadMixin:
         ----------
         path : str or Path
             A folder, for `adapter.safetensors`, `adapter.fit_rows.npy` and `adapter.json`; or the name of
-            a .safetensors file, which gets a .fit_rows.npy and a .json beside it. Existing files are replaced.
+            a .safetensors file, which gets a .fit_rows.npy and a .json beside it. The files of an earlier
+            `save` are replaced, as joblib.dump does; other files in the folder stay as they are.
 
         Returns
         -------
@@ -320,9 +366,12 @@ class _SaveLoadMixin:
         ------
         sklearn.exceptions.NotFittedError
             If `fit` was not called.
+        InputError
+            If a file of that name was not written by `save`.
         """
         check_is_fitted(self)
         weights, description = _file_pair(path)
+        _check_save_path(path, description)
         save_adapter(self.adapter_, weights)
         _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
         with atomic_write(description) as temporary:
@@ -350,6 +399,7 @@ class _SaveLoadMixin:
             If a file is missing, damaged, or belongs to another estimator.
         """
         weights, description = _file_pair(path)
+        _check_saved_pair(path, weights, description)
         adapter, values = load_adapter(weights), _read_description(description)
         if values["fingerprint"] != adapter_fingerprint(adapter) or values["n_features_in"] != adapter.d:
             raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
@@ -372,7 +422,7 @@ class _ExportMixin:
         Parameters
         ----------
         path : str or Path
-            The .onnx file to write.
+            The .onnx file to write. An existing file is replaced, as `torch.onnx.export` does.
 
         Returns
         -------
@@ -426,7 +476,16 @@ class _ExportMixin:
         InputError
             If a file is missing, damaged, or belongs to another estimator.
         """
-        return _hub_class(cls).from_pretrained(name, **kwargs).estimator
+        hub_class = _hub_class(cls)
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return hub_class.from_pretrained(name, **kwargs).estimator
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+            raise InputError(
+                f"{name}: no such folder, and no repository that can be downloaded ({short_error(error)}); correct the "
+                "name, or check the network and the token"
+            ) from error
 
 # %% ../nbs/library/23_estimator.ipynb #export
 def _export_onnx(adapter, path):
@@ -526,6 +585,7 @@ def _fit(estimator, X, y, unlabelled, progress):
     progress.add_steps(1)  # the fit on all labelled rows
     x = check_and_normalize(X)
     check_feature_names(estimator, X, reset=True)
+    check_index(X, y)
     labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
     check_rows_per_class(labels, classes)
     estimator.classes_ = classes
@@ -688,7 +748,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         ------
         InputError
             If X or y is not as described, a parameter of the constructor is out of range, or there are
-            more than half as many classes as labelled rows, of which there are 20 or more.
+            more than half as many classes as labelled rows, of which there are 20 or more. Also if X is a
+            DataFrame and y a Series with the same index in another order: rows are matched by position.
         """
         _check_params(self)
         with FitProgress(self.verbose) as progress:
@@ -701,7 +762,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         ----------
         X : array-like of shape (n, n_features)
             Embeddings of the same encoder. The columns of a DataFrame must have the names and the order
-            they had in `fit`.
+            they had in `fit`; integer names, only the order if they are the same.
 
         Returns
         -------

@@ -21,6 +21,7 @@ from ega.arrays import (
     InputError,
     check_and_normalize,
     check_feature_names,
+    check_index,
     check_labels,
     check_positive_int,
     encode_labels,
@@ -311,8 +312,11 @@ def check_fitted(
     from sklearn.base import BaseEstimator
     from sklearn.utils.validation import check_is_fitted
 
-    if not isinstance(estimator, BaseEstimator):
-        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}")
+    if not isinstance(estimator, BaseEstimator) or "EmbeddingAdapter" not in [
+        c.__name__ for c in type(estimator).mro()
+    ]:
+        advice = "; pass the step that is one, such as pipeline[0]" if hasattr(estimator, "steps") else ""
+        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}{advice}")
     check_is_fitted(estimator, "adapter_")
 
 
@@ -393,6 +397,7 @@ def evaluate(
     check_fitted(estimator)
     check_positive_int(random_state, "random_state", minimum=0)
     check_feature_names(estimator, X, reset=False)
+    check_index(X, y)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)

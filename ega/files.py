@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import InputError
+from .arrays import InputError, short_repr
 
 # %% ../nbs/library/03_files.ipynb #check-path
 def check_path(
@@ -36,7 +36,7 @@ def check_path(
 ) -> Path:
     "Return `path` as a `pathlib.Path`, or raise `InputError` if it is neither a text nor a path."
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise InputError(f"{name} must be a text or a pathlib.Path, got {path!r}")
+        raise InputError(f"{name} must be a text or a pathlib.Path, got {short_repr(path)}")
     return Path(path)
 
 # %% ../nbs/library/03_files.ipynb #file-lock

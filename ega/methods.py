@@ -28,7 +28,16 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from .arrays import InputError, check_embeddings, check_labels, pick_device, spawn_rngs, torch_generator
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_labels,
+    check_unit_norm,
+    pick_device,
+    rows_by_class,
+    spawn_rngs,
+    torch_generator,
+)
 from .closed_form import WCCN, DiscriminantWhitening, LDAMap, LinearMap, LogitMap, PCAMap, ValidatedWCCN
 from .config import AdapterConfig, LossConfig, MethodConfig
 from .losses import check_loss_options, find_loss
@@ -53,34 +62,24 @@ _ABLATED_PARTS = {
 }
 
 
-def _required(config, name: str) -> Any:
-    "A setting that must not be None for the configured kind."
-    value = getattr(config, name)
-    if value is None:
-        raise InputError(f"{type(config).__name__}.{name} must be given for kind {config.kind!r}, got None")
-    return value
-
-
 def build_adapter(
     config: AdapterConfig,
     d: int,  # columns of the embeddings
     gen: torch.Generator,  # for the initial weights
 ) -> torch.nn.Module:  # the identity at the start, except for ablations
     "Build the adapter that a configuration names."
+    sizes: Any = config  # an AdapterConfig has the sizes that its kind needs
     if config.kind == "ega_paper":
-        return PaperEGA(d, hidden=_required(config, "hidden"), gen=gen)
+        return PaperEGA(d, hidden=sizes.hidden, gen=gen)
     if config.kind == "ega_released":
-        return ReleasedEGA(d, hidden=_required(config, "hidden"), gen=gen)
+        return ReleasedEGA(d, hidden=sizes.hidden, gen=gen)
     if config.kind == "lora":
-        return LoRAAdapter(d, rank=min(_required(config, "rank"), d), scale=_required(config, "scale"), gen=gen)
+        return LoRAAdapter(d, rank=min(sizes.rank, d), scale=sizes.scale, gen=gen)
     if config.kind == "linear":
         return LinearAdapter(d)
     if config.kind in _ABLATED_PARTS:
-        return AblatedEGA(d, hidden=_required(config, "hidden"), without=_ABLATED_PARTS[config.kind], gen=gen)
-    raise InputError(
-        f"adapter kind must be one of ega_paper, ega_released, lora, linear, {', '.join(_ABLATED_PARTS)}, "
-        f"got {config.kind!r}; methods that train nothing have no adapter to build"
-    )
+        return AblatedEGA(d, hidden=sizes.hidden, without=_ABLATED_PARTS[config.kind], gen=gen)
+    raise InputError(f"adapter kind {config.kind!r} trains nothing, so there is no adapter to build; use 'linear'")
 
 # %% ../nbs/library/18_methods.ipynb #objective-of
 def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
@@ -101,6 +100,8 @@ def check_loss(config: LossConfig) -> None:
             raise InputError(
                 f"loss {config.kind!r} has no parameter {name}, got {getattr(config, name)!r}; leave it out"
             )
+    if "margin" in loss.options and config.margin is None:
+        raise InputError(f"LossConfig.margin must be given for kind {config.kind!r}, got None")
     if loss.inputs == "triplets":
         if config.sampler not in ("batch", "dataset"):
             raise InputError(f"sampler must be 'batch' or 'dataset', got {config.sampler!r}")
@@ -112,7 +113,7 @@ def _configured_loss(config: LossConfig, x: np.ndarray, y: np.ndarray) -> Callab
     "The registered loss as a function of tensors alone."
     loss, settings = find_loss(config.kind), dict(config.options or {})
     if "margin" in loss.options:
-        settings["margin"] = _required(config, "margin")
+        settings["margin"] = config.margin
     if "tau" in loss.options:
         settings["tau"] = _temperature(config, x, y)
     return partial(loss.function, **settings)
@@ -120,10 +121,30 @@ def _configured_loss(config: LossConfig, x: np.ndarray, y: np.ndarray) -> Callab
 # %% ../nbs/library/18_methods.ipynb #build-objective
 def _triplet_objective(config: LossConfig, index: RowsByClass) -> Objective:
     "The triplet loss with triplets from the batch or from the whole data set."
-    margin = _required(config, "margin")
+    margin: Any = config.margin  # `check_loss` was called
     if config.sampler == "batch":
         return batch_triplet_objective(margin)
     return dataset_triplet_objective(margin, index, self_positive=config.self_positive)
+
+
+def _check_gradient(objective: Objective, y: np.ndarray, d: int, name: str, device: torch.device | str) -> None:
+    "Raise `InputError` if the loss of random unit rows of several classes does not change with their directions."
+    first = [rows[0] for rows in rows_by_class(y)[:8]]
+    if len(first) < 2 or d < 2:
+        return  # a loss has nothing to separate there
+    rows = torch.as_tensor(np.repeat(first, 4), device=device)
+    draws = torch.randn(len(rows), d, generator=torch.Generator().manual_seed(0))
+    z = torch.nn.functional.normalize(draws).to(device).requires_grad_()
+    loss = objective.step(lambda rows: z, None, torch.as_tensor(y, device=device), rows, None).loss
+    (gradient,) = torch.autograd.grad(loss, z, allow_unused=True)
+    if gradient is not None:
+        along_sphere = gradient - (gradient * z).sum(1, keepdim=True) * z.detach()
+    if gradient is None or along_sphere.norm() <= 1e-5 * gradient.norm():  # NaN is reported in the first step
+        raise InputError(
+            f"loss {name!r} has gradient 0 in the directions of the embeddings z, measured on random rows of "
+            f"{len(first)} classes, so it cannot train an adapter; compute it from z with torch operations that have "
+            "a gradient: no detach, sign, rounding or comparison, and not from the norm of z alone"
+        )
 
 
 def build_objective(
@@ -139,9 +160,12 @@ def build_objective(
     if inputs == "triplets":
         objective = _triplet_objective(config, index)
     elif inputs == "proxies":
-        objective = proxy_objective(_configured_loss(config, x, y), index, torch.as_tensor(x, device=device))
+        loss, rows = _configured_loss(config, x, y), torch.as_tensor(x, device=device)
+        objective = proxy_objective(loss, index, rows, name=repr(config.kind))
     else:
-        objective = pairwise_objective(_configured_loss(config, x, y))
+        objective = pairwise_objective(_configured_loss(config, x, y), name=repr(config.kind))
+    if inputs != "triplets":
+        _check_gradient(objective, y, x.shape[1], config.kind, device)
     return with_displacement_penalty(objective, config.lam) if config.lam else objective
 
 # %% ../nbs/library/18_methods.ipynb #geometry-of
@@ -155,16 +179,14 @@ def fit_closed_form_start(
         return None
     if config.init_transform == "probe":
         return LogitMap().fit(x, y)
-    if config.init_transform == "discriminant_whitening":
-        return DiscriminantWhitening(1.0, shrinkage=config.shrinkage).fit(x, y)
-    if config.init_transform == "centered_wccn":
-        return WCCN(shrinkage=config.shrinkage, center=True).fit(x, y)
-    classes = {"wccn": WCCN, "validated_wccn": ValidatedWCCN, "lda": LDAMap, "pca": PCAMap}
-    if config.init_transform not in classes:
-        raise InputError(
-            f"init_transform must be one of raw, probe, discriminant_whitening, centered_wccn, {', '.join(classes)}, "
-            f"got {config.init_transform!r}"
-        )
+    classes: dict[str, Callable] = {
+        "wccn": WCCN,
+        "centered_wccn": partial(WCCN, center=True),
+        "validated_wccn": ValidatedWCCN,
+        "discriminant_whitening": partial(DiscriminantWhitening, 1.0),
+        "lda": LDAMap,
+        "pca": PCAMap,
+    }
     return classes[config.init_transform](shrinkage=config.shrinkage).fit(x, y)
 
 # %% ../nbs/library/18_methods.ipynb #trained
@@ -185,7 +207,7 @@ def fit_method(
         raise InputError(
             f"config must be a MethodConfig, got {type(config).__name__}; see ega.config.build_method_config"
         )
-    x = check_embeddings(x)
+    x = check_unit_norm(check_embeddings(x), "x")
     y = check_labels(y, len(x))
     init_transform = fit_closed_form_start(config.adapter, x, y)
     if config.loss is None or config.train is None:
@@ -219,7 +241,7 @@ class AdapterPath:
             return self.end
         if self.start is None:
             return scale_residual(self.end, strength)
-        mixed = LinearAdapter(self.end.d, bias=self.end.bias)
+        mixed = LinearAdapter(self.start.d, bias=self.start.bias)
         with torch.no_grad():
             for p, a, b in zip(mixed.parameters(), self.start.parameters(), self.end.parameters()):
                 p.copy_(torch.lerp(a, b, strength))
@@ -251,14 +273,16 @@ def fit_path(
     on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
 ) -> AdapterPath:
     "Fit a method and return the adapters at all its strengths."
+    part = getattr(config, "adapter", None)
+    if part and part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
+        raise InputError(
+            f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}; "
+            "use a linear adapter, or init_transform 'raw'"
+        )
+    x = check_embeddings(x)
     closed_form, adapter, _ = fit_method(config, x, y, device=device, on_epoch=on_epoch)
     if closed_form is None:
         return AdapterPath(LinearAdapter(x.shape[1]).eval() if adapter is None else adapter.cpu().eval())
-    if not (adapter is None or isinstance(adapter, (LinearAdapter, LoRAAdapter))):
-        raise InputError(
-            f"a closed form can be merged only with a linear adapter, got {type(adapter).__name__}; "
-            "use a linear adapter, or init_transform 'raw'"
-        )
     merge = partial(merge_linear, mean=closed_form.mean_, x=x)
     if adapter is not None:
         return AdapterPath(merge(closed_form.matrix_, adapter.cpu()), merge(closed_form.matrix_))

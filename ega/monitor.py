@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import InputError, as_unit_rows, check_embeddings, check_number, check_positive_int
+from .evaluation import hash_rows
 from .files import atomic_write, check_path, read_json, read_npz
 from .index import as_transform, load_transform, save_transform
 from .metrics import displacement
@@ -85,7 +86,7 @@ class DriftResult(NamedTuple):
     alert: bool  # p_value <= threshold
     p_value: float
     threshold: float  # significance / horizon
-    batch_number: int  # within the horizon, from 1
+    batch_number: int  # since the monitor was made, from 1
     medians: dict  # signal -> (median of the reference, median of the batch)
     sentence: str  # the result as a sentence, with the signal of the largest shift
 
@@ -96,7 +97,7 @@ def drift_test(
     *,
     significance: float,  # bound on the probability of any false alarm within the horizon
     horizon: int,  # batches
-    batch_number: int = 1,  # within the horizon
+    batch_number: int = 1,  # since the monitor was made
 ) -> DriftResult:
     "Test the signals of one batch against those of the reference, at level significance / horizon."
     threshold, n_permutations = significance / horizon, int(np.ceil(5 * horizon / significance)) - 1
@@ -105,8 +106,11 @@ def drift_test(
     medians = {name: (float(np.median(reference[name])), float(np.median(signals[name]))) for name in signals}
     largest = list(signals)[int(np.abs(shift).argmax())]
     alert, (before, now) = p <= threshold, medians[largest]
+    of_horizon = f"of {horizon}"
+    if batch_number > horizon:
+        of_horizon = f"(beyond the horizon: {significance:g} bounds the false alarms of any {horizon} batches)"
     sentence = (
-        f"{'alert' if alert else 'no alert'}: batch {batch_number} of {horizon}, {len(signals[largest])} queries; "
+        f"{'alert' if alert else 'no alert'}: batch {batch_number} {of_horizon}, {len(signals[largest])} queries; "
         f"largest shift in {DRIFT_SIGNALS[largest]}, median {now:.3f}, reference {before:.3f}; "
         f"p = {p:.2g}, alert if p <= {threshold:.2g}"
     )
@@ -120,7 +124,7 @@ def _check_batch(monitor, batch):
         query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
         significance=monitor.significance,
         horizon=monitor.horizon,
-        batch_number=1 + monitor.batches_checked % monitor.horizon,
+        batch_number=1 + monitor.batches_checked,
     )
     monitor.batches_checked += 1
     return result
@@ -235,6 +239,15 @@ class _MonitorState:
         return cls(*fields, **settings)
 
 # %% ../nbs/library/27_monitor.ipynb #monitor-2
+def _check_not_in_gallery(reference, gallery):
+    "Raise `InputError` if reference queries are rows of the gallery: each would be its own nearest neighbour."
+    if n := int(np.isin(hash_rows(reference), hash_rows(gallery)).sum()):
+        raise InputError(
+            f"{n} of {len(reference)} reference queries are rows of the gallery, where each would find itself; leave "
+            "them out: gallery[~np.isin(hash_rows(gallery), hash_rows(reference))], with ega.evaluation.hash_rows"
+        )
+
+
 class Monitor(_MonitorState):
     """Test for drift of the queries behind an adapter, without labels; made by `Monitor.fit`.
 
@@ -270,20 +283,27 @@ class Monitor(_MonitorState):
         ----------
         reference : (n, d) array
             Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
+            Equal rows in both raise an `InputError`.
         adapter : adapter
             Anything `ega.index.as_transform` accepts.
         gallery : (m, d) array, optional
-            Raw embeddings of the gallery or a sample of them; by default every other row of `reference`.
+            Raw embeddings of the gallery or a sample of them; by default every other row of `reference`,
+            without those that are equal to one of the other half.
         k : int, default 10
             Neighbours compared.
         significance : float, default 0.05
             Bound on the probability of any false alarm within the horizon.
         horizon : int, default 100
-            Number of batches for which the bound holds.
+            Number of batches for which the bound holds. It holds for any `horizon` batches in a row; over a
+            longer time a false alarm becomes more probable.
         """
         reference = as_unit_rows(reference, "reference")
         if gallery is None:
             gallery, reference = reference[::2], reference[1::2]
+            gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))]
+        else:
+            gallery = as_unit_rows(gallery, "gallery")
+            _check_not_in_gallery(reference, gallery)
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)
 

@@ -26,6 +26,7 @@ from ega.arrays import (
     check_and_normalize,
     check_embeddings,
     check_feature_names,
+    check_index,
     check_positive_int,
     check_unit_norm,
     import_optional,
@@ -732,6 +733,7 @@ def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random
     if source is not None and not hasattr(source, "ids"):
         raise InputError(f"source must be a Source of ega.datasets, got {type(source).__name__}")
     check_feature_names(estimator, X, reset=False)
+    check_index(X, y)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, classes, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)
@@ -767,7 +769,7 @@ def write_report(
     y : (n,) array of int or str
         Labels of the same kind as in `fit`.
     path : path
-        The page to write, .html or .md.
+        The page to write, .html or .md. An existing file is replaced, as `pandas.DataFrame.to_html` does.
     unlabelled : sequence, optional
         Labels that mean "no label", see `EmbeddingAdapter.fit`.
     source : Source, optional

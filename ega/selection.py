@@ -30,6 +30,7 @@ from ega.arrays import (
     check_positive_int,
     check_unit_norm,
     pick_device,
+    short_repr,
     spawn_rngs,
 )
 from .config import MethodConfig, build_method_config
@@ -56,7 +57,9 @@ def resolve_candidate(
     try:
         name, config = candidate
     except (TypeError, ValueError) as error:
-        raise InputError(f"a candidate must be a method name or (name, MethodConfig), got {candidate!r}") from error
+        raise InputError(
+            f"a candidate must be a method name or (name, MethodConfig), got {short_repr(candidate)}"
+        ) from error
     if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
         raise InputError(
             f"candidate {name!r} must come with a MethodConfig, got {type(config).__name__}; "
@@ -270,7 +273,9 @@ def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
     jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
     progress.start(f"{', '.join(c.name for c in candidates)}: {n_folds} folds in parallel")
     with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
-        done = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list")(jobs)
+        done = Parallel(
+            n_jobs=min(n_jobs, n_folds) if n_jobs else None, return_as="generator" if progress.show else "list"
+        )(jobs)
         comparisons = []
         for comparison in done:
             comparisons.append(comparison)
@@ -432,14 +437,18 @@ def check_settings(
     if isinstance(candidates, str):
         raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
     if not isinstance(candidates, (list, tuple)):
-        raise InputError(f"candidates must be a list of methods, got {candidates!r}")
+        raise InputError(
+            f"candidates must be a list of methods, got {short_repr(candidates)}; write such as ('wccn', 'lda')"
+        )
     if not isinstance(strengths, (list, tuple, np.ndarray)) or not len(strengths):
-        raise InputError(f"strengths must be a list of numbers in [0, 1], got {strengths!r}; use (1.0,) for full alone")
+        raise InputError(
+            f"strengths must be a list of numbers in [0, 1], got {short_repr(strengths)}; use (1.0,) for full alone"
+        )
     for strength in strengths:
         check_number(strength, "each of strengths", minimum=0, maximum=1)
     check_positive_int(n_folds, "n_folds", minimum=2)
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, (int, np.integer)) or n_jobs == 0):
-        raise InputError(f"n_jobs must be None or an integer other than 0, got {n_jobs!r}; -1 uses all cores")
+        raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
 
 
 def _resolve_candidates(candidates, random_state):

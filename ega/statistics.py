@@ -146,6 +146,8 @@ def bootstrap(
     check_positive_int(n_boot, "n_boot")
     check_number(confidence, "confidence", above=0, below=1)
     means = cluster_bootstrap_means(values, classes, rng, n_boot=n_boot)
+    if means.ndim != 1:
+        raise InputError(f"values must have shape (n,), one outcome of each query, got {np.shape(values)}")
     return _percentile_interval(np.mean(values), means, confidence)
 
 # %% ../nbs/library/14_statistics.ipynb #bootstrap-worst

@@ -83,10 +83,14 @@ class Objective:
         return self.step(forward, x, y, rows, self.draw(len(rows), gen))
 
 # %% ../nbs/library/17_training.ipynb #dense
-def _loss_of_batch(loss: Callable, z: torch.Tensor, *args) -> torch.Tensor:
+def _name_of_loss(loss: Callable) -> str:
+    "The name of the function, also of a partial."
+    function = getattr(loss, "func", loss)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _loss_of_batch(loss: Callable, name: str, z: torch.Tensor, *args) -> torch.Tensor:
     "Compute a loss. Raises `InputError` if it fails, returns no scalar, or has no gradient in the embeddings z."
-    function = getattr(loss, "func", loss)  # of a partial
-    name = getattr(function, "__name__", type(function).__name__)
     try:
         value = loss(z, *args)
     except (InputError, torch.cuda.OutOfMemoryError):
@@ -108,12 +112,15 @@ def _loss_of_batch(loss: Callable, z: torch.Tensor, *args) -> torch.Tensor:
 
 def pairwise_objective(
     loss: Callable,  # function of (z, y) -> scalar, such as those of ega.losses
+    *,
+    name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss over all pairs of the batch."
+    name = name or _name_of_loss(loss)
 
     def step(forward, x, y, rows, uniforms):
         z = forward(rows)  # (B, d)
-        return LossOutput(_loss_of_batch(loss, z, y[rows]), z.new_ones(()), z)
+        return LossOutput(_loss_of_batch(loss, name, z, y[rows]), z.new_ones(()), z)
 
     return Objective(step)
 
@@ -163,14 +170,17 @@ def proxy_objective(
     loss: Callable,  # function of (z, y, proxies) -> scalar, such as those of ega.losses
     index: RowsByClass,  # of all rows
     x: torch.Tensor,  # (n, d) unit rows
+    *,
+    name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss with one trainable proxy a class, which starts at the normalised mean of the class."
+    name = name or _name_of_loss(loss)
     sums = torch.zeros(len(index.count), x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, index.class_id, x)
     proxies = torch.nn.Parameter(torch.nn.functional.normalize(sums, dim=1))
 
     def step(forward, x, y, rows, uniforms):
         z = forward(rows)  # (B, d)
-        return LossOutput(_loss_of_batch(loss, z, index.class_id[rows], proxies), z.new_ones(()), z)
+        return LossOutput(_loss_of_batch(loss, name, z, index.class_id[rows], proxies), z.new_ones(()), z)
 
     return Objective(step, parameters=(proxies,))
 
@@ -217,7 +227,7 @@ class TrainHistory:
 def _draw_batches(config: TrainConfig, index: RowsByClass, order: torch.Generator):
     "Row numbers of each batch of one epoch."
     n, device = len(index.order), index.order.device
-    if config.rows_per_class is None:
+    if config.steps_per_epoch is None or config.rows_per_class is None:
         yield from torch.randperm(n, generator=order, device=device).split(config.batch_size)
         return
     for _ in range(config.steps_per_epoch):

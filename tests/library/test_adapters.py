@@ -737,3 +737,11 @@ def test_scale_residual_scales_the_offset_too():
 def test_bad_bias_is_refused(call, words):
     with pytest.raises(InputError, match=words):
         call()
+
+
+def test_an_array_or_an_estimator_in_place_of_a_tensor_or_module_is_named():
+    with pytest.raises(InputError, match="must be a torch.Tensor, got ndarray; for arrays use ega.adapters.transform"):
+        LinearAdapter(4)(np.eye(4, dtype="f4"))
+    estimator = type("Estimator", (), {"adapter_": LinearAdapter(4)})()
+    with pytest.raises(InputError, match="got Estimator; pass its attribute adapter_"):
+        transform(estimator, np.eye(4))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import sparse
 
 import ega.arrays
 from ega.arrays import (
@@ -19,6 +20,7 @@ from ega.arrays import (
     InputError,
     check_embeddings,
     check_feature_names,
+    check_index,
     check_labels,
     check_rows_per_class,
     check_unit_norm,
@@ -30,6 +32,7 @@ from ega.arrays import (
     parse_label_fields,
     pick_device,
     rows_by_class,
+    short_repr,
     spawn_rngs,
     torch_generator,
 )
@@ -93,7 +96,19 @@ def test_check_embeddings_accepts_every_container(tmp_path):
         (np.ones((4, 0)), "empty"),
         (np.full((2, 2), np.nan), "in 2 of 2 rows"),
         (np.array([[1, 2], [np.inf, 1]]), "first in row 1"),
-        (np.array([[1e300, 1]]), "NaN or inf"),
+        (np.array([[1e300, 1]]), r"values above 3.4e\+38 in 1 of 1 rows, first in row 0: outside the range"),
+        (np.array([[1, 2], [1e-300, 1e-40]]), "only values below 1.2e-38 in 1 of 2 rows, first in row 1"),
+        ([["a text"], ["b"]], "got texts such as 'a text'; embed texts first"),
+        (["a text", "b"], "got texts such as 'a text'; embed texts first"),
+        ([["0.5"]], r"got texts such as '0.5'; convert it with .astype\('float32'\)"),
+        (pd.DataFrame({"a": [1.0], "name": ["x"]}), "1 of 2 columns do not: 'name' "),
+        (pd.DataFrame({"a": [1.0, None], "b": [1, 2]}).astype("Float64"), "NaN or inf in 1 of 2 rows, first in row 1"),
+        (pd.DataFrame({"v": [[1.0, 2.0], [2.0, 1.0]]}), r"one column of vectors; make it a matrix: np.stack\(x"),
+        (pd.Series([[1.0, 2.0], [2.0, 1.0]]), r"2 vectors in one column; use np.stack\(x\)"),
+        (sparse.csr_matrix(np.eye(3)), r"must be dense, got a sparse csr_matrix.*x.toarray\(\)"),
+        ((row for row in np.eye(3)), "got an iterator of type generator"),
+        ([[None, 1]], "objects such as None"),
+        (np.array([["2020-01-01"]], "M8[D]"), "dtype datetime64"),
         (np.array([["a", "b"]]), "real numbers"),
         (np.ones((2, 2), complex), "real numbers"),
         (np.array([[None, 1]]), "real numbers"),
@@ -237,8 +252,9 @@ def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
         ((v for v in [1, 2]), None, r"generator.*list\(y\)"),
         (iter([1]), None, r"list\(y\)"),
         (5, None, "got int"),
-        ("owl", None, "shape"),
-        ({1, 2}, None, "shape"),
+        ("owl", None, "got str; give one label per row"),
+        ({1, 2}, None, "got set; .* has no order of rows"),
+        ({0: 1, 1: 2}, None, "got dict"),
         ([b"owl"], None, "got bytes; decode"),
         (np.array([b"owl"]), None, "got bytes; decode"),
         ([True, False], None, r"got bool; use y.astype\(int\)"),
@@ -490,3 +506,39 @@ def test_repeated_and_mixed_names_of_columns_are_named():
 def test_no_label_at_all_is_refused():
     with pytest.raises(InputError, match="none of the 4 rows has one"):
         check_rows_per_class(*encode_labels(["", None, np.nan, ""]))
+
+
+def test_values_in_messages_are_short():
+    "Type and shape of what has one; long texts are cut."
+    assert short_repr(np.zeros((120, 8))) == "ndarray of shape (120, 8)"
+    assert short_repr(pd.DataFrame({"a": [1, 2]})) == "DataFrame of shape (2, 1)"
+    assert short_repr(torch.zeros(3)) == "Tensor of shape (3,)" and short_repr(np.float32(2)) == repr(np.float32(2))
+    assert short_repr(list(range(9))) == "list of 9 entries" and short_repr([1]) == "[1]"
+    assert len(short_repr("a" * 200)) == 80 and short_repr("wcn") == "'wcn'"
+
+
+def test_tensors_with_gradients_are_read_alone_and_in_lists():
+    x = torch.eye(3, requires_grad=True)
+    assert np.array_equal(check_embeddings(x), np.eye(3)) and np.array_equal(check_embeddings(list(x)), np.eye(3))
+
+
+def test_float64_rows_within_the_range_of_float32_keep_their_values():
+    x = np.array([[1e-37, 0.0], [0.0, 0.0], [3e38, 1e-300]])
+    assert np.array_equal(check_embeddings(x), x.astype("f4"))
+
+
+def test_an_index_in_another_order_is_refused():
+    frame = pd.DataFrame(np.eye(4), index=list("abcd"))
+    for index in (list("abcd"), range(4), list("wxyz"), list("abcx")):
+        check_index(frame, pd.Series([0, 0, 1, 1], index=index))
+    for other in (np.arange(4), list("abcd"), pd.Series([0, 1])):
+        check_index(frame, other)
+    check_index(np.eye(4), pd.Series([0, 0, 1, 1], index=list("badc")))
+    with pytest.raises(InputError, match=r"y = y.loc\[X.index\]"):
+        check_index(frame, pd.Series([0, 0, 1, 1], index=list("badc")))
+
+
+def test_nullable_columns_of_a_dataframe_are_numbers():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
+    for types in ({"a": "Float64", "b": "Int64"}, {"a": "Float32"}, {}):
+        assert np.array_equal(check_embeddings(frame.astype(types)), [[1, 3], [2, 4]])

@@ -33,6 +33,7 @@ from ega.adapters import (
     LoRAAdapter,
     ReleasedEGA,
     adapter_fingerprint,
+    load_adapter,
     save_adapter,
     scale_residual,
     transform,
@@ -337,7 +338,7 @@ def test_merged_adapter_equals_closed_form_then_adapter(method):
 def test_closed_form_before_a_network_is_refused():
     recipe = build_config("unseen", "cub100", "whitened_nca", epochs=1)
     block = replace(recipe, adapter=replace(recipe.adapter, kind="ega_released", hidden=8))
-    with pytest.raises(InputError, match="ReleasedEGA"):
+    with pytest.raises(InputError, match="'ega_released'"):
         fit_adapter(block, *world(0))
 
 
@@ -769,3 +770,103 @@ def test_ctrl_c_during_fit_writes_nothing(sigint, files, tmp_path, monkeypatch):
     out = tmp_path / "a"
     assert main(["fit", str(files / "x.npy"), str(files / "y.csv"), "-o", str(out), "--quiet"]) == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_integer_columns_in_another_order_are_refused(fitted, tmp_path):
+    _, x, y = fitted
+    frame = pd.DataFrame(x)
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
+    e.save(tmp_path / "a")
+    for again in (e, EmbeddingAdapter.load(tmp_path / "a")):
+        with pytest.raises(InputError, match="columns of X must be in the order of fit, got .11, 10"):
+            again.transform(frame[frame.columns[::-1]])
+        for other in (frame, x, frame.set_axis(range(1, 13), axis=1)):
+            assert np.array_equal(again.transform(other), e.transform(x))
+    with pytest.raises(InputError, match="only supported if all input features have string names"):
+        e.fit(frame.rename(columns={0: "a"}), y)
+
+
+def test_labels_with_the_index_in_another_order_are_refused(fitted, tmp_path):
+    e, x, y = fitted
+    frame = pd.DataFrame(x, index=[f"r{i}" for i in range(len(x))])
+    labels = pd.Series(y, index=frame.index)
+    moved = labels.iloc[::-1]
+    wccn = EmbeddingAdapter("wccn", max_unseen_loss=None)
+    for call in (wccn.fit, lambda X, y: evaluate(e, X, y), lambda X, y: write_report(e, X, y, tmp_path / "r.md")):
+        with pytest.raises(InputError, match="same index in another order"):
+            call(frame, moved)
+    assert wccn.fit(frame, moved.loc[frame.index]).fingerprint_ == wccn.fit(frame, labels).fingerprint_
+
+
+def test_saving_never_replaces_a_file_that_save_did_not_write(fitted, tmp_path):
+    "Files of an earlier save are replaced, and other files of the folder stay."
+    e, *_ = fitted
+    (tmp_path / "notes.txt").write_text("mine")
+    assert e.save(e.save(tmp_path)) == tmp_path and (tmp_path / "notes.txt").read_text() == "mine"
+    for name in ("adapter.json", "adapter.safetensors"):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text("[1, 2]")
+        with pytest.raises(InputError, match=f"{name} exists and .* so it is not replaced"):
+            e.save(tmp_path)
+        assert (tmp_path / name).read_text() == "[1, 2]"
+        (tmp_path / name).write_bytes(kept)
+    for name in ("a.json", "a.pt", "a.joblib"):
+        with pytest.raises(InputError, match="must be a folder or a .safetensors file"):
+            e.save(tmp_path / name)
+
+
+def test_the_right_function_is_named_for_files_of_another(fitted, tmp_path):
+    e, *_ = fitted
+    e.save(tmp_path / "a")
+    plain = save_adapter(e.adapter_, tmp_path / "plain.safetensors")
+    pickled = tmp_path / "e.joblib"
+    pickled.write_bytes(pickle.dumps(e))
+    for path, words in (
+        (plain, r"is read with ega.adapters.load_adapter\("),
+        (pickled, r"is read with joblib.load\("),
+        (tmp_path / "a/adapter.json", "give the folder"),
+        (tmp_path / "none", "none: no such adapter; expected a folder or a .safetensors file written by EmbeddingAd"),
+    ):
+        with pytest.raises(InputError, match=words):
+            EmbeddingAdapter.load(path)
+    with pytest.raises(InputError, match="is a description, not an adapter; give its folder"):
+        load_adapter(tmp_path / "a/adapter.json")
+    with pytest.raises(InputError, match="save it with its method save"):
+        save_adapter(e, tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({"method": np.zeros((3, 4))}, r"method must be 'auto', a key of .* got ndarray of shape \(3, 4\)"),
+        ({"verbose": "no"}, "verbose must be True or False, got 'no'"),
+        ({"max_unseen_loss": np.zeros((3, 4))}, r"number >= 0, got ndarray of shape \(3, 4\)$"),
+        ({"candidates": {"wccn"}}, r"got \{'wccn'\}; write such as \('wccn', 'lda'\)"),
+    ],
+)
+def test_parameters_of_another_kind_are_named(fitted, parameters, words):
+    _, x, y = fitted
+    with pytest.raises(InputError, match=words):
+        EmbeddingAdapter(**parameters).fit(x, y)
+
+
+def test_more_jobs_than_folds_are_accepted(fitted):
+    _, x, y = fitted
+    one, many = (EmbeddingAdapter(candidates=("wccn",), n_jobs=n).fit(x, y) for n in (1, 10**6))
+    assert one.fingerprint_ == many.fingerprint_
+
+
+def test_labels_that_are_all_missing_are_named(fitted):
+    _, x, y = fitted
+    with pytest.raises(InputError, match=f"none of the {len(x)} rows has one"):
+        EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, np.full(len(x), -1))
+
+
+def test_evaluate_names_a_pipeline_and_does_not_call_it_unfitted(fitted):
+    e, x, y = fitted
+    for other, words in (
+        (make_pipeline(e), "got Pipeline; pass the step that is one, such as pipeline.0."),
+        (KNeighborsClassifier().fit(x, y), "must be an EmbeddingAdapter, got KNeighborsClassifier"),
+    ):
+        with pytest.raises(InputError, match=words):
+            evaluate(other, x, y)

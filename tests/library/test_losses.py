@@ -830,7 +830,7 @@ def test_a_loaded_adapter_needs_no_loss_until_it_is_fitted_again(registry, inten
 
 
 def test_an_unregistered_loss_is_reported_before_any_candidate_is_trained(intents, monkeypatch):
-    monkeypatch.setattr("ega.selection.fit_adapter", lambda *a, **k: pytest.fail("trained"))
+    monkeypatch.setattr("ega.selection.fit_path", lambda *a, **k: pytest.fail("trained"))
     with pytest.raises(InputError, match="loss kind must be one of triplet, supcon.* got 'circel'"):
         EmbeddingAdapter(candidates=("wccn", ("mine", linear(LossConfig("circel"))))).fit(*intents)
 

@@ -28,7 +28,7 @@ from ega.config import (
     parse_config,
     uses_gradient_training,
 )
-from ega.losses import LOSSES, nca, supcon
+from ega.losses import LOSSES, nca, register_loss, supcon
 from ega.methods import build_adapter, build_objective, fit_adapter, fit_closed_form_start, fit_method
 from ega.metrics import cosine_std_of_negative_pairs
 
@@ -99,7 +99,8 @@ def test_parse_config_round_trip(method):
 
 
 def test_parse_config_keeps_added_fields_that_are_not_default():
-    config = MethodConfig(AdapterConfig(), LossConfig("triplet", self_positive=True), TrainConfig(schedule="constant"))
+    loss, train = LossConfig("triplet", self_positive=True), TrainConfig(schedule="constant")
+    config = MethodConfig(AdapterConfig("linear"), loss, train)
     assert parse_config(MethodConfig, json.dumps(config_to_dict(config))) == config
 
 
@@ -151,9 +152,9 @@ def test_lora_rank_is_at_most_the_number_of_columns():
     [
         (
             lambda x, y: build_adapter(AdapterConfig("ega"), 4, torch.Generator()),
-            "adapter kind must be one of ega_paper",
+            "AdapterConfig.kind must be one of identity, linear, lora, ega_paper",
         ),
-        (lambda x, y: build_adapter(AdapterConfig(), 4, torch.Generator()), "got 'identity'"),
+        (lambda x, y: build_adapter(AdapterConfig(), 4, torch.Generator()), "adapter kind 'identity' trains nothing"),
         (lambda x, y: build_adapter(AdapterConfig("lora", rank=2), 4, torch.Generator()), "scale must be given"),
         (lambda x, y: build_adapter(AdapterConfig("ega_paper"), 4, torch.Generator()), "hidden must be given"),
         (
@@ -263,7 +264,7 @@ def test_fit_adapter_refuses_what_is_not_one_adapter():
     x, y = make_data()
     config = small("ega_released")
     config = replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
-    with pytest.raises(InputError, match="merged only with a linear adapter, got ReleasedEGA"):
+    with pytest.raises(InputError, match="merged only with a linear adapter, got adapter kind 'ega_released'"):
         fit_adapter(config, x, y, device="cpu")
 
 
@@ -307,3 +308,81 @@ def test_library_does_not_import_experiments(module):
     code = f"import sys, {module}; print([m for m in sys.modules if m.startswith('ega.experiments')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: AdapterConfig(3), "AdapterConfig.kind must be one of identity, linear, .*, got 3"),
+        (lambda: AdapterConfig("lora", rank=2.5, scale=1.0), "AdapterConfig.rank must be an integer >= 1, got 2.5"),
+        (lambda: AdapterConfig("linear", shrinkage=5), r"AdapterConfig.shrinkage must be .* in \[0, 1\], got 5"),
+        (lambda: AdapterConfig(init_transform="wccn"), "AdapterConfig.shrinkage must be given .* 'wccn', got None"),
+        (lambda: LossConfig(3), "LossConfig.kind must be the name of a registered loss, got 3"),
+        (lambda: LossConfig("supcon", tau=0), "LossConfig.tau must be a finite number > 0, got 0"),
+        (lambda: LossConfig("triplet", margin="a"), "LossConfig.margin must be a finite number, got 'a'"),
+        (lambda: LossConfig("supcon", lam=-1), "LossConfig.lam must be a finite number >= 0, got -1"),
+        (lambda: LossConfig("triplet", sampler="x"), "LossConfig.sampler must be one of batch, dataset, got 'x'"),
+        (lambda: LossConfig("triplet", self_positive=1), "LossConfig.self_positive must be True or False, got 1"),
+        (lambda: MethodConfig("wccn"), "MethodConfig.adapter must be an AdapterConfig, got 'wccn'"),
+        (lambda: MethodConfig(AdapterConfig("linear"), "supcon"), "MethodConfig.loss must be a LossConfig or None"),
+        (
+            lambda: MethodConfig(AdapterConfig("linear"), LossConfig("nca")),
+            "train is None, so nothing would be trained",
+        ),
+        (lambda: MethodConfig(AdapterConfig("linear"), None, TrainConfig()), "loss is None, so nothing would be"),
+        (lambda: MethodConfig(AdapterConfig("linear")), "adapter kind 'linear' and no loss"),
+        (lambda: MethodConfig(AdapterConfig(), LossConfig("nca"), TrainConfig()), "adapter kind 'identity' and a loss"),
+        (lambda: MethodConfig(AdapterConfig(), seed=-1), "MethodConfig.seed must be an integer >= 0, got -1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_fitted_is_refused_when_it_is_made(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def detached_proxies(z, y, proxies):
+    "Trains the proxies, and not the adapter."
+    return torch.nn.functional.cross_entropy(z.detach() @ proxies.T, y)
+
+
+@pytest.mark.parametrize(
+    "loss, words",
+    [
+        (lambda z, y: z.detach().sum(), "loss 'mine' has no gradient in the embeddings z"),
+        (lambda z, y: 0 * z.sum(), "loss 'mine' has gradient 0"),
+        (lambda z, y: torch.ones((), requires_grad=True), "loss 'mine' has gradient 0"),
+        (lambda z, y: (z * z).sum(), "not from the norm of z alone"),
+        (lambda z, y: ((z @ z.T) > 0.5).float().mean() + 0 * z.sum(), "no detach, sign, rounding or comparison"),
+        (detached_proxies, "loss 'mine' has gradient 0"),
+        (lambda z, y: z.sum(1), "loss 'mine' must return a scalar"),
+    ],
+)
+def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss, words):
+    monkeypatch.delitem(LOSSES, "mine", raising=False)
+    register_loss("mine", loss)
+    x, y = make_data()
+    try:
+        with pytest.raises(InputError, match=words):
+            build_objective(LossConfig("mine"), x, y, device="cpu")
+    finally:
+        del LOSSES["mine"]
+
+
+def test_a_loss_that_is_0_on_the_data_is_accepted():
+    "A hinge whose triplets are satisfied has no gradient on these rows, but it has one on random rows."
+    register_loss("mine", lambda z, y: (z @ z.T)[y[:, None] != y[None]].sub(0.1).relu().mean())
+    try:
+        objective = build_objective(LossConfig("mine"), np.eye(4, dtype="f4"), np.arange(4) // 2, device="cpu")
+    finally:
+        del LOSSES["mine"]
+    x, y = torch.eye(4), torch.arange(4) // 2
+    assert objective(LinearAdapter(4), x, y, torch.arange(4), torch.Generator()).loss == 0
+
+
+def test_fit_adapter_takes_unit_rows_in_any_container():
+    x, y = make_data()
+    for method in ("frozen", "wccn"):
+        fitted = fit_adapter(build_method_config(method), x.tolist(), y.tolist(), device="cpu")
+        assert np.array_equal(fitted.weight.detach(), fit_adapter(build_method_config(method), x, y).weight.detach())
+        with pytest.raises(InputError, match="x must have unit rows"):
+            fit_adapter(build_method_config(method), 3 * x, y, device="cpu")

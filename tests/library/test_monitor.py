@@ -152,7 +152,11 @@ def test_check_reports_and_counts_batches():
         and new.sentence.startswith("alert: ")
         and "median" in new.sentence
     )
-    assert [m.check(unit(40, 13, 0.8)).batch_number for _ in range(3)] == [3, 1, 2]  # a new horizon begins
+    assert [m.check(unit(40, 13, 0.8)).batch_number for _ in range(2)] == [3, 4]
+    assert (
+        "batch 5 (beyond the horizon: 0.05 bounds the false alarms of any 3 batches)"
+        in m.check(unit(40, 13, 0.8)).sentence
+    )
     assert new.medians["nearest_distance"][1] == pytest.approx(
         np.median(query_signals(unit(40, 12), WHITE, cone)["nearest_distance"])
     )
@@ -198,11 +202,11 @@ def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: Monitor.fit(unit(50, 0), WHITE, gallery, significance=0.0), "significance"),
-        (lambda: Monitor.fit(unit(50, 0), WHITE, gallery, horizon=0), "horizon"),
+        (lambda: Monitor.fit(unit(50, 7), WHITE, gallery, significance=0.0), "significance"),
+        (lambda: Monitor.fit(unit(50, 7), WHITE, gallery, horizon=0), "horizon"),
         (lambda: query_signals(unit(5, 0), WHITE, gallery[:4]), "at least k"),
-        (lambda: Monitor.fit(0 * unit(50, 0), WHITE, gallery), "rows of norm 0"),
-        (lambda: Monitor.fit(unit(50, 0), WHITE, gallery).check(unit(5, 1)[:, :4]), "columns"),
+        (lambda: Monitor.fit(0 * unit(50, 7), WHITE, gallery), "rows of norm 0"),
+        (lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]), "columns"),
     ],
 )
 def test_bad_input_raises(call, words):
@@ -211,7 +215,15 @@ def test_bad_input_raises(call, words):
 
 def test_rows_of_any_norm_are_checked_as_unit_rows():
     a, b = (
-        Monitor.fit(scale * unit(50, 0), WHITE, scale * gallery).check(scale * unit(40, 1, 1.0)) for scale in (1, 7)
+        Monitor.fit(scale * unit(50, 7), WHITE, scale * gallery).check(scale * unit(40, 1, 1.0)) for scale in (1, 7)
     )
     assert a.alert == b.alert and a.p_value == b.p_value
     assert [np.allclose(a.medians[name], b.medians[name], atol=1e-5) for name in a.medians] == [True] * 3
+
+
+def test_reference_queries_in_the_gallery_are_refused():
+    rows = unit(60, 3)
+    with pytest.raises(InputError, match="^20 of 60 reference queries are rows of the gallery"):
+        Monitor.fit(rows, WHITE, np.vstack([cone, 3 * rows[:20]]))
+    half = np.vstack([rows, rows[:2]])[[0, 60, *range(1, 60), 61]]  # two rows twice, one of them in both halves
+    assert (Monitor.fit(half, WHITE).reference["nearest_distance"] > 1e-3).all()

@@ -436,3 +436,8 @@ def test_bad_input_raises_with_a_message(call, text):
     with pytest.raises(InputError) as error:
         call()
     assert text in str(error.value)
+
+
+def test_bootstrap_refuses_more_than_one_outcome_of_a_query():
+    with pytest.raises(InputError, match=r"values must have shape \(n,\), .* got \(4, 2\)"):
+        bootstrap(np.ones((4, 2)), [0, 0, 1, 1], np.random.default_rng(0))
