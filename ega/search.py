@@ -25,78 +25,141 @@ class Neighbours(NamedTuple):
     I: np.ndarray  # (nq, k) int64: row numbers in the gallery; -1 where there is no neighbour
 
 # %% ../nbs/library/12_search.ipynb #distances
-def _squared_distances(xq, xb, I, *, block_size=2**18):
+def _squared_distances(xq, xb, I, *, block_size=2**17):
     "Squared L2 distances (nq, k) between each query and the gallery rows I (nq, k); inf where I is -1."
-    D = np.full(I.shape, np.inf, dtype=np.float32)
-    step = max(1, block_size // (I.shape[1] * xb.shape[1]))  # queries at a time: 1 MB of differences fits the cache
-    for start in range(0, len(I), step):
+    (nq, k), d = I.shape, xb.shape[1]
+    D = np.empty((nq, k), dtype=np.float32)
+    step = max(1, block_size // (k * d))  # queries at a time: 0.5 MB of differences fits the cache
+    block = np.empty((min(step, nq), k, d), dtype=np.float32)
+    for start in range(0, nq, step):
         rows = slice(start, start + step)
-        difference = xb[I[rows]]  # (step, k, d)
+        difference = block[: len(I[rows])]
+        np.take(xb, I[rows], axis=0, out=difference, mode="clip")  # "clip" writes to `out` without a copy
         difference -= xq[rows, None]
-        D[rows] = np.square(difference, out=difference).sum(2)  # (step, k)
+        np.matmul(difference[:, :, None], difference[..., None], out=D[rows, :, None, None])  # scalar products
     D[I < 0] = np.inf
     return D
 
 # %% ../nbs/library/12_search.ipynb #ranked
 def _sort_by_distance(xq, xb, I):
     "Neighbours with distances recomputed from differences, sorted by distance, then by row number; padding last."
+    I = np.sort(I, axis=1)
     D = _squared_distances(xq, xb, I)
-    order = np.lexsort((I, D))
+    order = np.argsort(D, axis=1, kind="stable")
     return Neighbours(np.take_along_axis(D, order, 1), np.take_along_axis(I, order, 1))
 
 # %% ../nbs/library/12_search.ipynb #bound
-def _kth_smallest_bound(scores, k):
-    "An upper bound (m,) of the k-th smallest score of each row of `scores` (m, w)."
+def _group_minima(scores, size):
+    """Minima (m, n) of n = w // size groups of columns of the scores (m, w): group c has columns c, c + n, c + 2 n, ...
+
+    The last w % size columns are in no group. The result has the memory order of `scores`."""
     m, w = scores.shape
-    if k > w:
+    n = w // size
+    if scores.flags.f_contiguous:
+        return scores[:, : size * n].T.reshape(size, n, m).min(0).T
+    minima = scores[:, :n].copy()
+    for i in range(1, size):
+        np.minimum(minima, scores[:, i * n : (i + 1) * n], out=minima)
+    return minima
+
+
+def _kth_smallest(scores, k):
+    "The k-th smallest score of each row of `scores` (m, w); inf if there are fewer."
+    if k > scores.shape[1]:
         return np.float32(np.inf)
-    group_size = min(16, max(1, w // (4 * k)))  # small enough that at least k groups exist
-    n_groups = w // group_size
-    grouped = scores[:, : n_groups * group_size].reshape(m, group_size, n_groups)
-    minima = grouped.min(1)  # (m, n_groups)
-    return np.partition(minima, k - 1, axis=1)[:, k - 1]
+    return np.partition(scores, k - 1, axis=1)[:, k - 1]
 
 
-def _entries_below(scores, limit):
-    "Row and column numbers of the scores (m, w) below the limit (m,) of their row, in ascending order of the row."
+def _positions_below(scores, limit):
+    "Positions in memory, row and column numbers of the scores (m, w) below the limit (m,) of their row."
     m, w = scores.shape
-    below = (scores < limit[:, None]).ravel("K")  # in memory order: no copy of a transposed tile
-    positions = np.flatnonzero(below)
-    if scores.flags.c_contiguous:
-        row, column = np.divmod(positions, w)
+    position = np.flatnonzero((scores < limit[:, None]).ravel("K"))
+    if scores.flags.f_contiguous:
+        column, row = np.divmod(position, m)
     else:
-        column, row = np.divmod(positions, m)
-    order = np.argsort(row, kind="stable")
-    return row[order], column[order]
+        row, column = np.divmod(position, w)
+    return position, row, column
+
+# %% ../nbs/library/12_search.ipynb #ae3f3dd3
+def _entries_below(scores, minima, size, limit):
+    "Row numbers, column numbers and values of the scores (m, w) below the limit (m,) of their row, in any order."
+    m, w = scores.shape
+    n = w // size
+    position, row, group = _positions_below(minima, limit)
+    step = n * m
+    if not scores.flags.f_contiguous:
+        position, step = row * w + group, n
+    members = position + step * np.arange(size)[:, None]  # (size, groups) positions in memory
+    values = scores.ravel("K").take(members)
+    member, entry = np.nonzero(values < limit[row])
+    values, row, column = values[member, entry], row[entry], group[entry] + n * member
+    if w > n * size:  # the columns that are in no group
+        more_rows, more_columns = np.nonzero(scores[:, n * size :] < limit[:, None])
+        more_columns += n * size
+        values = np.append(values, scores[more_rows, more_columns])
+        row, column = np.append(row, more_rows), np.append(column, more_columns)
+    return row, column, values
 
 # %% ../nbs/library/12_search.ipynb #keep
-def _update_best(best_ids, best_scores, scores, rows):
-    "Update in place the k best gallery rows and scores (m, k) of each query with the scores (m, w) of gallery `rows`."
-    m, k = best_ids.shape
-    limit = best_scores.max(1)  # only a score below the worst kept one can enter
+def _pack(scores, rows):
+    "One int64 key for each float32 score and row number below 2**32; keys order by score, then by row number."
+    bits = scores.view(np.int32)
+    ascending = bits ^ (bits >> 31 & 0x7FFFFFFF)  # the bits of negative floats, read as integers, are in reverse order
+    return ascending.astype(np.int64) << 32 | rows
+
+
+_PADDING = _pack(np.float32(np.inf), 0)  # the first key of score inf: no row
+
+
+def _unpack(keys):
+    "Row numbers and scores of keys; -1 and inf for padding."
+    ascending = (keys >> 32).astype(np.int32)
+    scores = (ascending ^ (ascending >> 31 & 0x7FFFFFFF)).view(np.float32)
+    return np.where(keys < _PADDING, keys & 0xFFFFFFFF, -1), scores
+
+# %% ../nbs/library/12_search.ipynb #3c4debe0
+def _update_best(best, scores, rows):
+    "Update in place the keys (m, k) of the k best gallery rows of m queries with the scores (m, w) of `rows` (w,)."
+    m, k = best.shape
+    w = scores.shape[1]
+    if k == 1 and scores.flags.c_contiguous:
+        column = scores.argmin(1)
+        nearest = _pack(scores[np.arange(m), column], rows[column])
+        np.minimum(best[:, 0], nearest, out=best[:, 0])
+        return
+    _, limit = _unpack(best[:, k - 1])  # the worst score that was kept: only a lower one can enter
+    size = next((size for size in (16, 8, 4, 2) if w >= 8 * k * size), 1)  # small enough that 8 k groups exist
+    minima = _group_minima(scores, size)
     if np.isinf(limit).any():  # some query has kept fewer than k rows
-        bound = _kth_smallest_bound(scores, k)
+        bound = _kth_smallest(minima, k)
         limit = np.minimum(limit, np.nextafter(bound, np.float32(np.inf)))  # scores equal to the bound must enter
-    query, column = _entries_below(scores, limit)
+    query, column, values = _entries_below(scores, minima, size, limit)
+    _merge_best(best, query, _pack(values, rows[column]))
 
-    # One table row per query: the k entries kept so far, then its new entries, then padding.
+
+def _merge_best(best, query, keys):
+    "Update in place the best keys (m, k) of each query with more keys (n,), each of one `query` (n,)."
+    m, k = best.shape
+    order = np.argsort(query.astype(np.uint16), kind="stable")  # 16 bits: a radix sort; a tile has fewer queries
+    query, keys = query[order], keys[order]
     n_new = np.bincount(query, minlength=m)
-    first_new = np.cumsum(n_new) - n_new  # where the new entries of each query begin in `query`
-    place = k + np.arange(len(query)) - np.repeat(first_new, n_new)
-    table_scores = np.full((m, k + n_new.max()), np.inf, np.float32)
-    table_ids = np.full(table_scores.shape, -1)
-    table_scores[:, :k] = best_scores
-    table_ids[:, :k] = best_ids
-    table_scores[query, place] = scores[query, column]
-    table_ids[query, place] = rows[column]
+    changed = np.flatnonzero(n_new)
+    if not len(changed):
+        return
+    n_new = n_new[changed]
 
-    best = np.argpartition(table_scores, k - 1, axis=1)[:, :k]
-    best_ids[:] = np.take_along_axis(table_ids, best, 1)
-    best_scores[:] = np.take_along_axis(table_scores, best, 1)
+    # One table row per changed query: the k keys kept so far, then its new keys, then padding.
+    line = np.repeat(np.arange(len(changed)), n_new)
+    first_new = np.cumsum(n_new) - n_new  # where the new keys of each line begin
+    table = np.full((len(changed), k + n_new.max()), _PADDING)
+    table[:, :k] = best[changed]
+    table[line, k + np.arange(len(keys)) - first_new[line]] = keys
+    table.partition(k - 1, axis=1)  # the k-th smallest key lies at k - 1
+    best[changed] = table[:, :k]
 
 # %% ../nbs/library/12_search.ipynb #keep-torch
 def _update_best_torch(best_ids, best_scores, scores, rows):
-    "`_update_best` for torch tensors: `topk` over the kept and the new scores together."
+    "Update in place the k best gallery rows and scores (m, k) by `topk` over the kept and the new scores together."
     import torch
 
     k = best_ids.shape[1]
@@ -109,31 +172,64 @@ def _update_best_torch(best_ids, best_scores, scores, rows):
     best_ids[best_scores.isinf()] = -1
 
 # %% ../nbs/library/12_search.ipynb #tile
-def _tile_size(x):
-    "Rows on each side of a tile: 16 MB of scores for NumPy, 256 MB for torch."
-    return 2048 if isinstance(x, np.ndarray) else 8192
+def _squared_norms(x):
+    "Squared norm of each row, without a copy of the squares."
+    return np.einsum("ij,ij->i", x, x)
 
 
-def _empty_best(x, k):
-    "Row numbers (-1) and scores (inf), each (n, k), of queries that were not yet compared with any gallery row."
-    if isinstance(x, np.ndarray):
-        return np.full((len(x), k), -1), np.full((len(x), k), np.inf, np.float32)
-    return x.new_full((len(x), k), -1, dtype=int), x.new_full((len(x), k), float("inf"))
+def _product(a, b, buffer):
+    "Products (m, w) of the rows of a (m, d) and b (w, d), written to the `buffer`: new memory would cost a tenth more."
+    return np.matmul(a, b.T, out=buffer[: len(a) * len(b)].reshape(len(a), len(b)))
+
+
+def _replace_nan(scores):
+    "Replace NaN by inf in place: rows whose squares leave the range of float32 are no neighbours."
+    if np.isnan(scores.min()):
+        scores[np.isnan(scores)] = np.inf
 
 # %% ../nbs/library/12_search.ipynb #candidates
 def _nearest_by_product(xq, xb, k, *, tile=None):
     "Row numbers and scores (nq, k) of the k nearest gallery rows by matrix product, in any order; -1 padded."
-    best_ids, best_scores = _empty_best(xq, k)
-    update = _update_best if isinstance(xq, np.ndarray) else _update_best_torch
-    step = tile or _tile_size(xb)
+    if not isinstance(xq, np.ndarray):
+        return _nearest_by_product_torch(xq, xb, k, tile=tile or 8192)
+    best = np.full((len(xq), k), _PADDING)
+    n_queries = tile or min(len(xq), 1024)
+    n_rows = tile or min(len(xb), 2**20 // n_queries)  # 4 MB of scores
+    buffer = np.empty(n_queries * n_rows, np.float32)
+    rows, norms = np.arange(len(xb)), _squared_norms(xb)
+    in_range = np.isfinite(norms).all() and np.isfinite(_squared_norms(xq)).all()
+    for i in range(0, len(xq), n_queries):
+        minus_two_q = -2 * xq[i : i + n_queries]
+        for j in range(0, len(xb), n_rows):
+            b = xb[j : j + n_rows]
+            # The memory order in which selecting is faster: rows for `argmin`, columns for the minima of groups.
+            if k == 1:
+                scores = _product(minus_two_q, b, buffer)  # (n_queries, n_rows)
+            else:
+                scores = _product(b, minus_two_q, buffer).T
+            scores += norms[j : j + n_rows]
+            if not in_range:
+                _replace_nan(scores)
+            _update_best(best[i : i + n_queries], scores, rows[j : j + n_rows])
+    return _unpack(best)
+
+
+def _empty_best_torch(x, k):
+    "Row numbers (-1) and scores (inf), each (n, k), of queries that were not yet compared with any gallery row."
+    return x.new_full((len(x), k), -1, dtype=int), x.new_full((len(x), k), float("inf"))
+
+
+def _nearest_by_product_torch(xq, xb, k, *, tile):
+    "`_nearest_by_product` for torch tensors."
+    best_ids, best_scores = _empty_best_torch(xq, k)
     rows = np.arange(len(xb))
-    for i in range(0, len(xq), step):
-        minus_two_q = -2 * xq[i : i + step]
-        for j in range(0, len(xb), step):
-            b = xb[j : j + step]
+    for i in range(0, len(xq), tile):
+        here, minus_two_q = slice(i, i + tile), -2 * xq[i : i + tile]
+        for j in range(0, len(xb), tile):
+            b = xb[j : j + tile]
             scores = minus_two_q @ b.T  # (tile, tile)
             scores += (b * b).sum(1)
-            update(best_ids[i : i + step], best_scores[i : i + step], scores, rows[j : j + step])
+            _update_best_torch(best_ids[here], best_scores[here], scores, rows[j : j + tile])
     return best_ids, best_scores
 
 # %% ../nbs/library/12_search.ipynb #place
@@ -199,7 +295,7 @@ def knn(
 
     Notes
     -----
-    O(nq nb d) operations in tiles, so memory beyond inputs and result is bounded by about 30 MB on the CPU. Equal
+    O(nq nb d) operations in tiles, so memory beyond inputs and result is usually below 20 MB on the CPU. Equal
     to `faiss.IndexFlatL2` up to float32 rounding; distances are computed from differences, hence never negative.
 
     Examples
@@ -218,22 +314,45 @@ def knn(
 # %% ../nbs/library/12_search.ipynb #left-out
 def _nearest_others_by_product(x, k, *, tile=None):
     "Row numbers (n, k) of the k nearest other rows of each row by matrix product, in any order; -1 padded."
-    best_ids, best_scores = _empty_best(x, k)
-    update = _update_best if isinstance(x, np.ndarray) else _update_best_torch
-    step = tile or _tile_size(x)
-    rows = np.arange(len(x))
+    if not isinstance(x, np.ndarray):
+        return _nearest_others_by_product_torch(x, k, tile=tile or 8192)
+    best = np.full((len(x), k), _PADDING)
+    step = tile or max(256, min(1024, -(-len(x) // 3)))  # three blocks of rows at least: then a third is saved
+    buffer = np.empty(step**2, np.float32)
+    rows, norms = np.arange(len(x)), _squared_norms(x)
+    in_range = np.isfinite(norms).all()
     for i in range(0, len(x), step):
-        here, a = slice(i, i + step), x[i : i + step]
+        here, minus_two_a = slice(i, i + step), -2 * x[i : i + step]
         for j in range(i, len(x), step):
-            there, b = slice(j, j + step), x[j : j + step]
+            there = slice(j, j + step)
+            distances = _product(x[there], minus_two_a, buffer)  # (tile, tile)
+            distances += norms[there, None]
+            distances += norms[here]
+            if not in_range:
+                _replace_nan(distances)
+            if i == j:
+                np.fill_diagonal(distances, np.inf)  # a row is not its own neighbour
+            _update_best(best[here], distances.T, rows[there])
+            if i < j:  # the same distances, with rows and columns exchanged
+                _update_best(best[there], distances, rows[here])
+    return _unpack(best)[0]
+
+
+def _nearest_others_by_product_torch(x, k, *, tile):
+    "`_nearest_others_by_product` for torch tensors."
+    best_ids, best_scores = _empty_best_torch(x, k)
+    rows = np.arange(len(x))
+    for i in range(0, len(x), tile):
+        here, a = slice(i, i + tile), x[i : i + tile]
+        for j in range(i, len(x), tile):
+            there, b = slice(j, j + tile), x[j : j + tile]
             product = -2 * a @ b.T  # (tile, tile)
             if i == j:
-                diagonal = range(len(product))
-                product[diagonal, diagonal] = float("inf")  # a row is not its own neighbour
-            update(best_ids[here], best_scores[here], product + (b * b).sum(1), rows[there])
-            if i < j:  # the same products, with rows and columns exchanged
+                product.fill_diagonal_(float("inf"))
+            _update_best_torch(best_ids[here], best_scores[here], product + (b * b).sum(1), rows[there])
+            if i < j:
                 transposed = (product + (a * a).sum(1)[:, None]).T
-                update(best_ids[there], best_scores[there], transposed, rows[here])
+                _update_best_torch(best_ids[there], best_scores[there], transposed, rows[here])
     return best_ids
 
 # %% ../nbs/library/12_search.ipynb #loo-knn
@@ -346,7 +465,7 @@ def _list_contents(index, number):
 # %% ../nbs/library/12_search.ipynb #scan
 def _search_lists(index, xq, lists, k):
     "Row numbers (nq, k) of the nearest rows in the probed `lists` (nq, nprobe), one product per list; -1 padded."
-    best_ids, best_scores = _empty_best(xq, k)
+    best_ids, best_scores = np.full((len(xq), k), -1), np.full((len(xq), k), np.inf, np.float32)
     for number, size in enumerate(_list_sizes(index).tolist()):
         queries = np.flatnonzero((lists == number).any(1))
         if not len(queries) or not size:

@@ -621,7 +621,7 @@ def faiss_exact(size, folder):
     def run():
         index = faiss.IndexFlatL2(size["d"])
         index.add(xb)
-        index.search(xq, 10)
+        index.search(xq, size["k"])
 
     return Job(run, size["queries"])
 
@@ -631,7 +631,7 @@ def ega_exact(size, folder):
     from ega.search import knn
 
     xb, xq = _gallery(size)
-    return Job(lambda: knn(xq, xb, 10, device="cpu"), size["queries"])
+    return Job(lambda: knn(xq, xb, size["k"], device="cpu"), size["queries"])
 
 
 def faiss_loo(size, folder):
@@ -643,10 +643,10 @@ def faiss_loo(size, folder):
     def run():
         index = faiss.IndexFlatL2(size["d"])
         index.add(xb)
-        D, I = index.search(xb, 11)
+        D, I = index.search(xb, size["k"] + 1)
         other = I != np.arange(len(xb))[:, None]
         other[other.all(1), -1] = False  # a duplicate took the place of the own row
-        return D[other].reshape(-1, 10), I[other].reshape(-1, 10)
+        return D[other].reshape(len(xb), -1), I[other].reshape(len(xb), -1)
 
     return Job(run, size["n"])
 
@@ -656,7 +656,7 @@ def ega_loo(size, folder):
     from ega.search import loo_knn
 
     xb, _ = _gallery(size)
-    return Job(lambda: loo_knn(xb, 10, device="cpu"), size["n"])
+    return Job(lambda: loo_knn(xb, size["k"], device="cpu"), size["n"])
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #inverted
 _KS, _NPROBES, _NLIST = (1, 3, 5, 10), (1, 5, 10), 10
@@ -913,11 +913,15 @@ def _rho_sizes(base, rhos=_RHOS):
     return tuple(base | {"sampler": sampler, "rho": rho} for sampler, values in rhos.items() for rho in values)
 
 
-def _search_sizes(*ns):
+def _exact_sizes(*ns, ds=(128, 384, 768, 1280)):
+    return tuple({"n": n, "d": d, "queries": 1000, "k": k} for n in ns for d in ds for k in (1, 10))
+
+
+def _sweep_sizes(*ns):
     return tuple({"n": n, "d": 128, "queries": 1000} for n in ns)
 
 
-_TINY_SEARCH = ({"n": 500, "d": 16, "queries": 20},)
+_TINY_SEARCH = ({"n": 500, "d": 16, "queries": 20, "k": 10},)
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #training-groups
 GROUPS = {
@@ -985,7 +989,7 @@ GROUPS |= {
         reference="FAISS",
         floor=None,
         contenders={"FAISS": faiss_exact, "ega": ega_exact},
-        sizes=_search_sizes(10**3, 10**4, 10**5, 10**6),
+        sizes=_exact_sizes(10**3, 10**4, 10**5, 10**6),
         quick_sizes=_TINY_SEARCH,
     ),
     "leave-one-out": Group(
@@ -994,7 +998,7 @@ GROUPS |= {
         reference="FAISS",
         floor=None,
         contenders={"FAISS": faiss_loo, "ega": ega_loo},
-        sizes=_search_sizes(10**3, 10**4),
+        sizes=_exact_sizes(10**3, 10**4),
         quick_sizes=_TINY_SEARCH,
     ),
     "sweep": Group(
@@ -1007,7 +1011,7 @@ GROUPS |= {
             "FAISS, once": faiss_index_built_once,
             "ega": ega_sweep,
         },
-        sizes=_search_sizes(10**3, 10**4, 3 * 10**4),
+        sizes=_sweep_sizes(10**3, 10**4, 3 * 10**4),
         quick_sizes=_TINY_SEARCH,
     ),
     "transform": Group(

@@ -339,7 +339,7 @@ def test_floors_count_the_rows_of_a_step(start):
 
 def test_search_contenders_find_the_same_neighbours():
     faiss = pytest.importorskip("faiss")
-    size = {"n": 400, "d": 16, "queries": 30}
+    size = {"n": 400, "d": 16, "queries": 30, "k": 10}
     xb, xq = benchmarks._gallery(size)
     D, I = benchmarks.faiss_loo(size, None).run()
     from ega.search import ivf_sweep, loo_knn
