@@ -189,9 +189,9 @@ def test_folds_leave_every_class_out_once(pytestconfig, count):
         for f in parts:
             assert (
                 not set(y[f.fit]) & set(y[f.unseen])
-                and not set(f.fit) & set(f.queries)
-                and set(y[f.queries]) <= set(y[f.fit])
-                and (y[np.r_[f.fit, f.queries, f.unseen]] >= 0).all()
+                and not set(f.fit) & set(f.seen_queries)
+                and set(y[f.seen_queries]) <= set(y[f.fit])
+                and (y[np.r_[f.fit, f.seen_queries, f.unseen]] >= 0).all()
             )
 
     count("examples: folds", examine(check, pytestconfig, 100, y=LABELS, seed=SEEDS, folds=st.integers(2, 5)))
@@ -291,14 +291,15 @@ def test_selection_respects_max_unseen_loss(pytestconfig, count):
             for i, pair in enumerate(gains)
         }
 
+        options = dict(unseen_share=0.3, confidence=0.95, n_boot=60)
+
         def choose(f, b):
-            return pick_candidate(
-                score_candidates(f, classes, max_unseen_loss=b, confidence=0.95, rng=spawn_rngs(0).eval, n_boot=60)
-            )
+            table = score_candidates(f, classes, max_unseen_loss=b, rng=spawn_rngs(0).eval, **options)
+            return pick_candidate(table)
 
         small, large = choose(found, max_unseen_loss), choose(found, max_unseen_loss + 20)
-        assert small.method == "frozen" or small.unseen_bound >= -max_unseen_loss and small.seen_bound > 0
-        assert large.seen >= small.seen
+        assert small.method == "frozen" or small.unseen_bound >= -max_unseen_loss and small.gain_bound > 0
+        assert large.gain >= small.gain
 
     count(
         "examples: selections",
