@@ -697,7 +697,10 @@ def linear(
         is_float32_matrix = x.ndim == 2 and x.dtype == weight.dtype == torch.float32
         if is_float32_matrix and x.device.type == "cpu" and min(*x.shape, len(weight)) >= 64:
             if product := _onednn_linear():
-                return product(x, weight, bias, "none", [], "")
+                try:
+                    return product(x, weight, bias, "none", [], "")
+                except RuntimeError:  # oneDNN cannot make a kernel, such as without memory for it
+                    pass
         return torch.nn.functional.linear(x, weight, bias)
 
 # %% ../nbs/library/01_arrays.ipynb #defer-sigint

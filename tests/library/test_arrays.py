@@ -504,6 +504,14 @@ def test_linear_uses_onednn_for_large_float32_matrices_alone(monkeypatch):
     assert calls == [(64, 64)]
 
 
+def test_linear_does_without_onednn_where_it_fails(monkeypatch):
+    def product(*args):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(ega.arrays, "_onednn_linear", lambda: product)
+    assert torch.equal(linear(torch.eye(64), torch.ones(70, 64)), torch.ones(64, 70))
+
+
 def test_onednn_is_used_on_processors_with_avx_512_alone(monkeypatch):
     for capability, available, expected in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
