@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .arrays import InputError, check_embeddings, check_positive_int, check_unit_norm, pick_device
+from .arrays import InputError, check_embeddings, check_positive_int, check_unit_norm, linear, pick_device
 from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
 
 # %% ../nbs/library/09_adapters.ipynb #touched
@@ -28,8 +28,17 @@ def _rows_with_gradient(
     grad: torch.Tensor,  # (N, c) gradient of a layer's output
 ) -> "torch.Tensor | slice":  # (M,) row numbers, or a slice of all rows when more than 90 % have a gradient
     "The rows whose gradient is not zero."
-    rows = (grad != 0).any(1).nonzero()[:, 0]
+    rows = grad.abs().amax(1).nonzero()[:, 0]
     return slice(None) if len(rows) > 0.9 * len(grad) else rows
+
+
+def _fill_other_rows(
+    part: torch.Tensor,  # (M, c) gradient of the rows
+    rows: "torch.Tensor | slice",  # from _rows_with_gradient
+    n: int,  # N
+) -> torch.Tensor:  # (N, c)
+    "The gradient of all rows: zero for those that are not among `rows`."
+    return part if isinstance(rows, slice) else part.new_zeros(n, part.shape[1]).index_copy_(0, rows, part)
 
 
 class _SparseGradProduct(torch.autograd.Function):
@@ -38,7 +47,7 @@ class _SparseGradProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -46,12 +55,9 @@ class _SparseGradProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = _rows_with_gradient(grad)
         grad = grad[rows]  # (M, n_out)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.zeros_like(x)
-            grad_x[rows] = grad @ weight
+        grad_x = _fill_other_rows(linear(grad, weight.T), rows, len(x)) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad.T @ x[rows], grad_bias
+        return grad_x, linear(grad.T, x[rows].T), grad_bias
 
 # %% ../nbs/library/09_adapters.ipynb #skips
 def _can_skip_rows(
@@ -148,6 +154,39 @@ def _check_width(
         )
     return x
 
+
+class _NormalizedSum(torch.autograd.Function):
+    "l2(x + g) of rows, with a backward pass that skips rows without a gradient."
+
+    @staticmethod
+    def forward(ctx, x, g):
+        u = x + g
+        norm = u.norm(dim=1, keepdim=True).clamp_(min=1e-12)
+        z = u.div_(norm)
+        ctx.save_for_backward(z, norm)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        z, norm = ctx.saved_tensors
+        rows = _rows_with_gradient(grad)
+        grad, z_rows = grad[rows], z[rows]
+        tangential = grad - (grad * z_rows).sum(1, keepdim=True) * z_rows
+        grad_u = _fill_other_rows(tangential.div_(norm[rows]), rows, len(z))
+        return grad_u if ctx.needs_input_grad[0] else None, grad_u
+
+
+def _normalized_sum(
+    module: nn.Module,  # the adapter, whose training mode decides which backward pass is used
+    x: torch.Tensor,  # (..., d)
+    g: torch.Tensor,  # (..., d)
+) -> torch.Tensor:  # (..., d) unit vectors
+    "l2(x + g); the backward pass skips rows where it may."
+    if _can_skip_rows(module, x):
+        return _NormalizedSum.apply(x, g)
+    return l2_normalize(x + g)
+
 # %% ../nbs/library/09_adapters.ipynb #rowbranch
 class _SparseGradMLP(torch.autograd.Function):
     "Linear, LayerNorm, GELU, Linear in one step, with a backward pass that skips rows without a gradient."
@@ -155,27 +194,29 @@ class _SparseGradMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, branch, *weights):
         first, norm, act, last = branch
-        u = first(x)  # (N, h)
-        ctx.branch = branch
+        u = linear(x, first.weight, first.bias).requires_grad_()  # (N, h)
+        with torch.enable_grad():
+            h = act(norm(u))
+        ctx.branch, ctx.hidden = branch, h
         ctx.save_for_backward(x, u)
-        return last(act(norm(u)))
+        return linear(h, last.weight, last.bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, u = ctx.saved_tensors
         first, norm, act, last = ctx.branch
-        rows = _rows_with_gradient(grad)
+        rows, h = _rows_with_gradient(grad), ctx.hidden
         grad = grad[rows]  # (M, d)
-        u = u[rows].detach().requires_grad_()  # (M, h)
-        with torch.enable_grad():
-            h = act(norm(u))
-        grad_u, *grad_norm = torch.autograd.grad(h, (u, norm.weight, norm.bias), grad @ last.weight)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.zeros_like(x)
-            grad_x[rows] = grad_u @ first.weight
-        return grad_x, None, grad_u.T @ x[rows], grad_u.sum(0), *grad_norm, grad.T @ h.detach(), grad.sum(0)
+        if not isinstance(rows, slice):
+            u = u[rows].detach().requires_grad_()  # (M, h)
+            with torch.enable_grad():
+                h = act(norm(u))
+        grad_h = linear(grad, last.weight.T)
+        grad_u, *grad_norm = torch.autograd.grad(h, (u, norm.weight, norm.bias), grad_h, retain_graph=True)
+        grad_x = _fill_other_rows(linear(grad_u, first.weight.T), rows, len(x)) if ctx.needs_input_grad[0] else None
+        grad_first = linear(grad_u.T, x[rows].T), grad_u.sum(0)
+        return grad_x, None, *grad_first, *grad_norm, linear(grad.T, h.T), grad.sum(0)
 
 # %% ../nbs/library/09_adapters.ipynb #branch
 class ResidualBranch(nn.Sequential):
@@ -242,7 +283,7 @@ class ReleasedEGA(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        return l2_normalize(_check_width(x, self.d) + self.branch(x))
+        return _normalized_sum(self, _check_width(x, self.d), self.branch(x))
 
 # %% ../nbs/library/09_adapters.ipynb #ablation
 class AblatedEGA(ReleasedEGA):
@@ -343,7 +384,7 @@ class PaperEGA(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
         u = self.blocks(_check_width(x, self.d))
-        return l2_normalize(u + self.refine(u))
+        return _normalized_sum(self, u, self.refine(u))
 
 # %% ../nbs/library/09_adapters.ipynb #lora
 class LoRAAdapter(nn.Module):
@@ -373,7 +414,7 @@ class LoRAAdapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
         low_rank = _linear_product(self, _check_width(x, self.d), self.A)  # (..., rank)
-        return l2_normalize(x + _linear_product(self, self.scale * low_rank, self.B))
+        return _normalized_sum(self, x, _linear_product(self, self.scale * low_rank, self.B))
 
     def as_matrix(self) -> torch.Tensor:
         "The (d, d) matrix M with f(x) = l2(M x), detached."
@@ -434,8 +475,7 @@ class LinearAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        u = _check_width(x, self.d) + _linear_product(self, x, self.weight)
-        return l2_normalize(u if self.offset is None else u + self.offset)
+        return _normalized_sum(self, x, _linear_product(self, _check_width(x, self.d), self.weight, self.offset))
 
     def as_matrix(self) -> torch.Tensor:
         "The (d, d) matrix M = I + W with f(x) = l2(M x + b), detached."

@@ -7,7 +7,8 @@ __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'InputError', 'import_optional', 'check
            'check_number', 'check_generator', 'check_embeddings', 'normalize', 'has_unit_norm', 'as_unit_rows',
            'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields', 'match_classes',
            'check_rows_per_class', 'check_and_normalize', 'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs',
-           'torch_generator', 'check_device_name', 'pick_device', 'usable_cores', 'peak_memory_mb', 'defer_sigint']
+           'torch_generator', 'check_device_name', 'pick_device', 'usable_cores', 'peak_memory_mb', 'linear',
+           'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -22,6 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -808,6 +810,37 @@ def peak_memory_mb(
     except (OSError, StopIteration):
         return float("nan")
     return int(peak_kb) / 1024
+
+# %% ../nbs/library/01_arrays.ipynb #linear
+@cache
+def _onednn_linear() -> "Callable | None":
+    "oneDNN's function for x W^T + b; None where it would not be faster, or where this build of PyTorch lacks it."
+    import torch
+
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def linear(
+    x: "torch.Tensor",  # (..., n_in)
+    weight: "torch.Tensor",  # (n_out, n_in), or (..., n_out, n_in) without a bias
+    bias: "torch.Tensor | None" = None,  # (n_out,)
+) -> "torch.Tensor":  # (..., n_out)
+    "Compute x W^T + b without recording it for autograd."
+    import torch
+
+    with torch.no_grad():
+        if weight.ndim > 2:
+            return x @ weight.mT
+        is_float32_matrix = x.ndim == 2 and x.dtype == weight.dtype == torch.float32
+        if is_float32_matrix and x.device.type == "cpu" and min(*x.shape, len(weight)) >= 64:
+            if product := _onednn_linear():
+                try:
+                    return product(x, weight, bias, "none", [], "")
+                except RuntimeError:  # oneDNN cannot make a kernel, such as without memory for it
+                    pass
+        return torch.nn.functional.linear(x, weight, bias)
 
 # %% ../nbs/library/01_arrays.ipynb #defer-sigint
 @contextmanager

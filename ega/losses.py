@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .arrays import InputError
+from .arrays import InputError, linear
 
 # %% ../nbs/library/10_losses.ipynb #triplet-terms
 def triplet_violations(
@@ -80,6 +80,68 @@ def _masked_logsumexp(
     "log sum exp over the entries of each row that are kept."
     return s.masked_fill(~keep, torch.finfo(s.dtype).min).logsumexp(1)
 
+# %% ../nbs/library/10_losses.ipynb #contrastive-loss
+def _plain_contrastive_loss(z, y, tau, sum_inside) -> torch.Tensor:
+    "SupCon, or with `sum_inside` NCA, in operations that autograd differentiates any number of times."
+    s, positive = _logits(z, y, tau)  # (N, N) both
+    if sum_inside:
+        per_anchor = s.logsumexp(1) - _masked_logsumexp(s, positive)
+    else:
+        per_anchor = -s.log_softmax(1).masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+    return per_anchor.masked_fill(~positive.any(1), 0).mean()
+
+
+def _logsumexp_from_softmax(
+    s: torch.Tensor,  # (..., N, N) logits
+    q: torch.Tensor,  # (..., N, N) their softmax in the last axis
+) -> torch.Tensor:  # (..., N)
+    "log sum exp of each row, from its largest logit and the share of that logit."
+    return s.amax(-1) - q.amax(-1).log()
+
+
+class _ContrastiveLoss(torch.autograd.Function):
+    "The same with a gradient that needs one matrix product; leading axes of z and y are separate runs."
+
+    @staticmethod
+    def forward(z, y, tau, sum_inside):
+        low = torch.finfo(z.dtype).min / 4  # the sum of two is finite
+        s = linear(z / tau, z)  # (..., N, N)
+        s.diagonal(dim1=-2, dim2=-1).fill_(low)
+        positive = (y[..., :, None] == y[..., None, :]).to(s.dtype)
+        positive.diagonal(dim1=-2, dim2=-1).zero_()
+        count = positive.sum(-1).clamp_(min=1)
+        has_positive = positive.amax(-1)  # 0 or 1
+        q = s.softmax(-1)
+        repulsion = _logsumexp_from_softmax(s, q)
+        if sum_inside:
+            s.add_(1 - positive, alpha=low)  # positives alone keep their logits
+            target = s.softmax(-1)
+            attraction = _logsumexp_from_softmax(s, target)
+        else:
+            attraction = s.mul_(positive).sum(-1) / count
+            target = positive.div_(count[..., None])
+        loss = torch.where(has_positive > 0, repulsion - attraction, 0).mean(-1)
+        return loss, q.sub_(target).mul_(has_positive[..., None] / (tau * z.shape[-2]))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2], output[1])
+        ctx.settings = inputs[2:]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        z, y, G = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            return *torch.func.vjp(lambda z: _plain_contrastive_loss(z, y, *ctx.settings), z)[1](grad), None, None, None
+        G = G.mT.contiguous().add_(G)  # a transposed copy is faster than a sum with a transposed matrix
+        return linear(G, z.mT).mul_(grad[..., None, None]), None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, z, y, tau, sum_inside):
+        z, y = (t.movedim(dim, 0) if dim is not None else t[None] for t, dim in zip((z, y), in_dims))
+        return _ContrastiveLoss.apply(z, y.expand(z.shape[:-1]), tau, sum_inside), (0, 0)
+
 # %% ../nbs/library/10_losses.ipynb #supcon-2
 def supcon(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
     """Supervised contrastive loss, Khosla et al. 2020, eq. 2.
@@ -120,9 +182,8 @@ def supcon(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
     >>> round(float(supcon(z, torch.tensor([0, 0, 1, 1]), tau=0.5)), 4)
     0.9898
     """
-    s, positive = _logits(z, y, tau)  # (N, N) both
-    per_anchor = -s.log_softmax(1).masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-    return per_anchor.mean()
+    _check_batch(z, y, tau)
+    return _ContrastiveLoss.apply(z, y, tau, False)[0]
 
 # %% ../nbs/library/10_losses.ipynb #supcon-in
 def supcon_in(
@@ -131,10 +192,9 @@ def supcon_in(
     tau: float = 0.07,  # temperature, > 0
 ) -> torch.Tensor:  # scalar, nats; anchors without a positive count as 0
     "Supervised contrastive loss with the mean inside the logarithm, Khosla et al. 2020 eq. 3."
-    s, positive = _logits(z, y, tau)
-    count = positive.sum(1).to(s.dtype)
-    per_anchor = s.logsumexp(1) - _masked_logsumexp(s, positive) + count.clamp(min=1).log()
-    return per_anchor.masked_fill(count == 0, 0).mean()
+    sum_over_positives = nca(z, y, tau)
+    count = (y[:, None] == y[None]).sum(1) - 1
+    return sum_over_positives + count.clamp(min=1).to(z.dtype).log().mean()
 
 # %% ../nbs/library/10_losses.ipynb #nca
 def nca(
@@ -143,9 +203,8 @@ def nca(
     tau: float = 0.07,  # temperature 1/(2 c), > 0
 ) -> torch.Tensor:  # scalar, nats; anchors without a positive count as 0
     "Neighbourhood components analysis on unit rows, Goldberger et al. 2004."
-    s, positive = _logits(z, y, tau)
-    per_anchor = s.logsumexp(1) - _masked_logsumexp(s, positive)
-    return per_anchor.masked_fill(~positive.any(1), 0).mean()
+    _check_batch(z, y, tau)
+    return _ContrastiveLoss.apply(z, y, tau, True)[0]
 
 # %% ../nbs/library/10_losses.ipynb #icon-2
 def icon(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from ega.arrays import (
     InputError,
@@ -56,7 +57,8 @@ class Objective:
 
     def __init__(
         self,
-        step: Callable,  # function of (forward, x, y, rows, uniforms) -> LossOutput; forward(rows) gives adapted rows
+        step: Callable,  # function of (forward, x, y, rows, uniforms) -> LossOutput; forward(rows) gives adapted rows,
+        # forward(rows, has_repeats=True) those of the distinct rows, and the position of each row among them
         draw: Callable | None = None,  # function of (batch size, generator) -> uniform numbers in [0, 1); None: none
         parameters: tuple = (),  # tensors trained together with the adapter, such as class proxies
     ):
@@ -76,9 +78,9 @@ class Objective:
 
         def forward(rows, has_repeats=False):
             if not has_repeats:
-                return adapter(x[rows])
-            distinct, position = torch.unique(rows, return_inverse=True)
-            return adapter(x[distinct])[position]  # one forward pass for each distinct row
+                return adapter(x.index_select(0, rows))
+            distinct, position = torch.unique(rows, return_inverse=True)  # one forward pass for each distinct row
+            return adapter(x.index_select(0, distinct)), position
 
         return self.step(forward, x, y, rows, self.draw(len(rows), gen))
 
@@ -125,12 +127,55 @@ def pairwise_objective(
     return Objective(step)
 
 # %% ../nbs/library/17_training.ipynb #hinges
-def _mean_hinge(a, p, n, valid, margin) -> tuple[torch.Tensor, torch.Tensor]:
-    "Mean hinge and active ratio over the valid triplets; both are 0 when there is none."
-    violations = triplet_violations(a, p, n, margin)
+def _mean_hinge(z, a, p, n, valid, margin) -> tuple[torch.Tensor, torch.Tensor]:
+    "Mean hinge and active ratio over the valid triplets (a, p, n) of rows of z; both are 0 when there is none."
+    violations = triplet_violations(z[a], z[p], z[n], margin)
     count = valid.sum().clamp(min=1)
     active = (violations.detach() > 0) & valid
-    return (violations.relu() * valid).sum() / count, active.to(a.dtype).sum() / count
+    return (violations.relu() * valid).sum() / count, active.to(z.dtype).sum() / count
+
+
+class _TripletHinge(torch.autograd.Function):
+    "`_mean_hinge` with a backward pass over the active triplets alone."
+
+    @staticmethod
+    def forward(z, a, p, n, valid, margin):
+        z_a = z.index_select(0, a)
+        from_p = z_a.sub(z.index_select(0, p)).add_(1e-6)  # (T, d)
+        from_n = z_a.sub_(z.index_select(0, n)).add_(1e-6)
+        d_p, d_n = from_p.norm(dim=1), from_n.norm(dim=1)
+        hinge = (d_p - d_n + margin).relu_().mul_(valid)
+        rows, count = hinge.nonzero()[:, 0], valid.sum().clamp(min=1)
+        tiny = torch.finfo(z.dtype).tiny  # a distance of 0 has gradient 0
+        u_p = from_p[rows].div_(d_p[rows, None].clamp_(min=tiny) * count)  # (M, d)
+        u_n = from_n[rows].div_(d_n[rows, None].clamp_(min=tiny) * count)
+        rho = z.new_tensor(len(rows)) / count
+        return hinge.sum() / count, rho, u_p, u_n, torch.stack([a[rows], p[rows], n[rows]])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output[2:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        u_p, u_n, (a, p, n) = ctx.saved_tensors
+        grad_z = u_p.new_zeros(ctx.shape).index_add_(0, a, u_p - u_n)
+        grad_z.index_add_(0, p, u_p, alpha=-1).index_add_(0, n, u_n)
+        return grad_z.mul_(grad), None, None, None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return (*torch.vmap(_mean_hinge, in_dims)(*args), *[torch.empty(0)] * 3), (0, 0, None, None, None)
+
+
+def _hinge_of_batch(z, a, p, n, valid, margin) -> tuple[torch.Tensor, torch.Tensor]:
+    "Mean hinge and active ratio; on a CPU the backward pass takes the active triplets alone."
+    if z.device.type == "cpu":
+        return _TripletHinge.apply(z, a, p, n, valid, margin)[:2]
+    return _mean_hinge(z, a, p, n, valid, margin)
 
 # %% ../nbs/library/17_training.ipynb #in-batch
 def batch_triplet_objective(
@@ -141,7 +186,7 @@ def batch_triplet_objective(
     def step(forward, x, y, rows, uniforms):
         triplets, valid = batch_triplets_from_numbers(y[rows], uniforms)
         z = forward(rows)  # (B, d)
-        return LossOutput(*_mean_hinge(z, z[triplets.p], z[triplets.n], valid, margin), z)
+        return LossOutput(*_hinge_of_batch(z, *triplets, valid, margin), z)
 
     return Objective(step, random_numbers_for_batch_triplets)
 
@@ -160,8 +205,9 @@ def dataset_triplet_objective(
 
     def step(forward, x, y, rows, uniforms):
         triplets, valid = dataset_triplets_from_numbers(index, rows, uniforms, self_positive=self_positive)
-        a, p, n = forward(torch.cat(triplets), has_repeats=True).chunk(3)
-        return LossOutput(*_mean_hinge(a, p, n, valid, margin), a)
+        z, position = forward(torch.cat(triplets), has_repeats=True)
+        a, p, n = position.chunk(3)
+        return LossOutput(*_hinge_of_batch(z, a, p, n, valid, margin), z[a])
 
     return Objective(step, random_numbers_for_dataset_triplets)
 
@@ -532,7 +578,8 @@ class _StackedRuns:
 
         def one_run(weights, x, y, index, settings, rows, uniforms):
             def forward(rows, has_repeats=False):
-                return torch.func.functional_call(self.base, weights, (x[rows],))
+                z = torch.func.functional_call(self.base, weights, (x[rows],))
+                return (z, torch.arange(len(rows), device=x.device)) if has_repeats else z
 
             objective = self.make_objective(RowsByClass(*index), **settings)
             return objective.step(forward, x, y, rows, uniforms)[:2]

@@ -9,12 +9,12 @@ __all__ = ['BenchmarkData', 'GROUPS', 'COLUMNS', 'make_clusters', 'torch_release
            'count_distinct_and_active_rows', 'floor_dataset_triplets', 'sparse_floor_dataset_triplets',
            'floor_batch_triplets', 'sparse_floor_batch_triplets', 'torch_batch_triplets', 'pml_one_triplet_per_anchor',
            'pml_all_triplets', 'pml_trainer', 'sentence_transformers_dataset_triplets',
-           'sentence_transformers_batch_triplets', 'torch_supcon', 'pml_supcon', 'ega_supcon', 'floor_supcon',
-           'margin_for_active_ratio', 'torch_at_active_ratio', 'ega_at_active_ratio', 'faiss_exact', 'ega_exact',
-           'faiss_loo', 'ega_loo', 'faiss_index_rebuilt_per_setting', 'faiss_index_built_once', 'ega_sweep',
-           'torch_transform', 'ega_transform', 'floor_transform', 'encoder_alone', 'decode_then_encode', 'ega_embed',
-           'start_python', 'start_ega', 'start_ega_help', 'start_torch', 'describe_machine', 'run_benchmarks',
-           'write_results']
+           'sentence_transformers_batch_triplets', 'torch_supcon', 'torch_nca', 'pml_supcon', 'pml_nca', 'ega_supcon',
+           'ega_nca', 'floor_contrastive', 'margin_for_active_ratio', 'torch_at_active_ratio', 'ega_at_active_ratio',
+           'faiss_exact', 'ega_exact', 'faiss_loo', 'ega_loo', 'faiss_index_rebuilt_per_setting',
+           'faiss_index_built_once', 'ega_sweep', 'torch_transform', 'ega_transform', 'floor_transform',
+           'encoder_alone', 'decode_then_encode', 'ega_embed', 'start_python', 'start_ega', 'start_ega_help',
+           'start_torch', 'describe_machine', 'run_benchmarks', 'write_results']
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #095be58d
 import json
@@ -280,30 +280,29 @@ def count_distinct_and_active_rows(
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #products
 def _products(steps, d, hidden, similarities=False):
-    "Function that runs the matrix products of the steps (N, M), into preallocated buffers."
+    "Function that runs the matrix products of the steps (N, M), by the routine that `ega` uses."
     import torch
+
+    from ega.arrays import linear
 
     N = max(n for n, _ in steps)
     gen = torch.Generator().manual_seed(0)
 
-    def buffer(*shape):
+    def matrix(*shape):
         return torch.randn(*shape, generator=gen) / shape[1] ** 0.5
 
-    x, z, dz = buffer(N, d), buffer(N, d), buffer(N, d)
-    h, dh = buffer(N, hidden), buffer(N, hidden)
-    w1, w2, dw1, dw2 = buffer(hidden, d), buffer(d, hidden), buffer(hidden, d), buffer(d, hidden)
-    s = buffer(N, N)
+    x, dz, w1, w2, s = matrix(N, d), matrix(N, d), matrix(hidden, d), matrix(d, hidden), matrix(N, N)
 
     def run():
         for n, m in steps:
-            torch.mm(x[:n], w1.T, out=h[:n])
-            torch.mm(h[:n], w2.T, out=z[:n])
+            h = linear(x[:n], w1)
+            z = linear(h, w2)
             if similarities:
-                torch.mm(z[:n], z[:n].T, out=s[:n, :n])
-                torch.mm(s[:n, :n], z[:n], out=dz[:n])
-            torch.mm(dz[:m].T, h[:m], out=dw2)
-            torch.mm(dz[:m], w2, out=dh[:m])
-            torch.mm(dh[:m].T, x[:m], out=dw1)
+                linear(z, z)
+                linear(s[:n, :n], z.T)
+            linear(dz[:m].T, h[:m].T)
+            dh = linear(dz[:m], w2.T)
+            linear(dh.T, x[:m].T)
 
     return run
 
@@ -541,9 +540,25 @@ def _torch_supcon_loss(z, y, tau=0.07):
     return -(log_q.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
+def _torch_nca_loss(z, y, tau=0.07):
+    "Neighbourhood components analysis, written from its equation."
+    import torch
+
+    own = torch.eye(len(z), dtype=torch.bool)
+    positive = (y[:, None] == y[None]) & ~own
+    log_q = torch.log_softmax((z @ z.T / tau).masked_fill(own, float("-inf")), 1)
+    per_anchor = -log_q.masked_fill(~positive, torch.finfo(z.dtype).min).logsumexp(1)
+    return per_anchor.masked_fill(~positive.any(1), 0).mean()
+
+
 def torch_supcon(size, folder):
     "Plain torch, SupCon."
     return _pairwise_loss_job(benchmark_data(size, folder), _torch_supcon_loss)
+
+
+def torch_nca(size, folder):
+    "Plain torch, NCA."
+    return _pairwise_loss_job(benchmark_data(size, folder), _torch_nca_loss)
 
 
 def pml_supcon(size, folder):
@@ -554,6 +569,14 @@ def pml_supcon(size, folder):
     return _pairwise_loss_job(benchmark_data(size, folder), losses.SupConLoss(temperature=0.07))
 
 
+def pml_nca(size, folder):
+    "pytorch-metric-learning, NCA."
+    import_optional("pytorch_metric_learning", "bench")
+    from pytorch_metric_learning import losses
+
+    return _pairwise_loss_job(benchmark_data(size, folder), losses.NCALoss(softmax_scale=1 / (2 * 0.07)))
+
+# %% ../../nbs/experiments/09_benchmarks.ipynb #contrastive-contenders
 def ega_supcon(size, folder):
     "`ega.training.train`, SupCon."
     from ega.losses import supcon
@@ -562,8 +585,16 @@ def ega_supcon(size, folder):
     return _ega_training_job(size, folder, lambda start: pairwise_objective(partial(supcon, tau=0.07)))
 
 
-def floor_supcon(size, folder):
-    "Lower bound: the seven matrix products of a SupCon step."
+def ega_nca(size, folder):
+    "`ega.training.train`, NCA."
+    from ega.losses import nca
+    from ega.training import pairwise_objective
+
+    return _ega_training_job(size, folder, lambda start: pairwise_objective(partial(nca, tau=0.07)))
+
+
+def floor_contrastive(size, folder):
+    "Lower bound: the seven matrix products of a step of SupCon or NCA."
     batches = [min(size["batch"], size["n"] - i) for i in range(0, size["n"], size["batch"])]
     steps = [(n, n) for n in batches] * size["epochs"]
     return Job(_products(steps, size["d"], size["hidden"], similarities=True), _n_steps(size))
@@ -965,7 +996,16 @@ GROUPS = {
         unit="step of 256 anchors",
         reference="torch, resident",
         floor="floor",
-        contenders={"torch, resident": torch_supcon, "PML": pml_supcon, "ega": ega_supcon, "floor": floor_supcon},
+        contenders={"torch, resident": torch_supcon, "PML": pml_supcon, "ega": ega_supcon, "floor": floor_contrastive},
+        sizes=(_AIRCRAFT, _AIRCRAFT | {"batch": 1024}),
+        quick_sizes=(_TINY,),
+    ),
+    "nca": Group(
+        title="NCA step",
+        unit="step of 256 anchors",
+        reference="torch, resident",
+        floor="floor",
+        contenders={"torch, resident": torch_nca, "PML": pml_nca, "ega": ega_nca, "floor": floor_contrastive},
         sizes=(_AIRCRAFT,),
         quick_sizes=(_TINY,),
     ),

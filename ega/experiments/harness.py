@@ -283,11 +283,18 @@ def _ratio(table, name, other):
     return pd.Series([float("nan")])
 
 
+def _ratio_of_shortest(table, name, other):
+    "The lowest cost of one contender over that of another, each over all rounds; nan where one is missing."
+    if name in table and other in table:
+        return table[name].min() / table[other].min()
+    return float("nan")
+
+
 def ratios(
     frame,  # rows of `ega.experiments.benchmarks.run_benchmarks`
     reference=None,  # contender to compare with; None: that of the group
 ):  # DataFrame, one row for each group, size and contender
-    "Medians and quartiles of the ratios within each round."
+    "Medians and quartiles of the ratios within each round, and ratios of the shortest times (`best`)."
     import pandas as pd
 
     rows = []
@@ -308,6 +315,8 @@ def ratios(
                     "speed": speed.median(),
                     "low": speed.quantile(0.25),
                     "high": speed.quantile(0.75),
+                    "best": 1 / _ratio_of_shortest(wall, name, base),
+                    "best_over_floor": _ratio_of_shortest(wall, name, floor),
                     "cpu": _ratio(cpu, name, base).median(),
                     "memory": _ratio(memory, name, base).median(),
                     "over_floor": _ratio(wall, name, floor).median(),

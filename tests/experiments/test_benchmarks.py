@@ -236,6 +236,20 @@ def test_supcon_contenders_have_equal_gradients(start):
     )
 
 
+def test_nca_contenders_have_equal_gradients(start):
+    from pytorch_metric_learning.losses import NCALoss
+
+    from ega.losses import nca
+
+    plain, ours = blocks(start)
+    rows, y = start.x[::2], start.y[::2]
+    assert_same(
+        gradient(ours, nca(ours(rows), y, tau=0.07)),
+        gradient(plain, benchmarks._torch_nca_loss(plain(rows), y)),
+        gradient(plain, NCALoss(softmax_scale=1 / 0.14)(plain(rows), y)),
+    )
+
+
 def test_torch_adapter_has_no_sparse_backward(start):
     plain, ours = blocks(start)
     assert type(plain.branch[0]) is torch.nn.Linear and not isinstance(plain.branch, type(ours.branch))
@@ -249,13 +263,16 @@ def test_torch_adapter_has_no_sparse_backward(start):
         "torch_dataset_triplets",
         "torch_batch_triplets",
         "torch_supcon",
+        "torch_nca",
         "pml_one_triplet_per_anchor",
         "pml_all_triplets",
         "pml_supcon",
+        "pml_nca",
         "pml_trainer",
         "ega_dataset_triplets",
         "ega_batch_triplets",
         "ega_supcon",
+        "ega_nca",
     ],
 )
 def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypatch, name):
@@ -389,6 +406,7 @@ def test_ratios_are_formed_within_a_round():
         and np.allclose(r.memory, [1, 0.5, 2])
         and np.allclose(r.over_floor, [5, 1, 4])
     )
+    assert np.allclose(r.best, [1, 6, 1.5]) and np.allclose(r.best_over_floor, [6, 1, 4])  # 1.5, .25 and 1 s a unit
     assert ratios.rounds.tolist() == [2] * 3 and (harness.ratios(worked(), "halves").reference == "halves").all()
 
 

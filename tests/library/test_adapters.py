@@ -184,7 +184,35 @@ def test_released_ega_equals_the_released_module():
         ((f(x) - target) ** 2).sum().backward()
     assert torch.equal(ours(x), theirs(x))
     for p, q in zip(ours.parameters(), theirs.parameters()):
-        assert torch.equal(p.grad, q.grad)
+        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)  # float32, sums in another order
+
+
+@pytest.mark.parametrize("onednn", (True, False))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_active", (0, 3, 70, 150))
+def test_training_gradients_equal_those_of_autograd_in_float32(kind, n_active, onednn, monkeypatch):
+    "At sizes where oneDNN is used; also in a second backward pass through the same graph."
+    if not onednn:
+        monkeypatch.setattr("ega.arrays._onednn_linear", lambda: None)
+    adapter, x = trained(make(kind, 96, hidden=80, rank=64), 0.05), rows(150, 96).requires_grad_()
+    found = {}
+    for training in (True, False):
+        z = adapter.train(training)(x)
+        loss, weights = ((z - x.detach().roll(1, 0))[:n_active] ** 2).sum(), (x, *adapter.parameters())
+        found[training] = torch.autograd.grad(loss, weights, retain_graph=True)
+        assert all(map(torch.equal, found[training], torch.autograd.grad(loss, weights)))
+        assert torch.allclose(z.detach(), adapter.eval()(x.detach()), atol=1e-6)
+    for ours, theirs in zip(found[True], found[False]):
+        assert (ours - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_step_in_other_types(kind, dtype):
+    adapter, x = trained(make(kind, 96, hidden=80, rank=64), 0.05).to(dtype).train(), rows(70, 96).to(dtype)
+    z = adapter(x)
+    ((z - x.roll(1, 0)) ** 2).sum().backward()
+    assert z.dtype == dtype and all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in adapter.parameters())
 
 
 def test_lora_initial_weights_are_kaiming_uniform():

@@ -27,6 +27,7 @@ from ega.arrays import (
     defer_sigint,
     encode_labels,
     import_optional,
+    linear,
     match_classes,
     normalize,
     parse_label_fields,
@@ -542,3 +543,51 @@ def test_nullable_columns_of_a_dataframe_are_numbers():
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
     for types in ({"a": "Float64", "b": "Int64"}, {"a": "Float32"}, {}):
         assert np.array_equal(check_embeddings(frame.astype(types)), [[1, 3], [2, 4]])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("n, n_in, n_out", [(1, 3, 2), (64, 64, 64), (63, 65, 70), (200, 96, 130)])
+def test_linear_equals_the_product_of_torch(n, n_in, n_out, dtype):
+    "Also of transposed and of sliced matrices; autograd does not record it."
+    gen = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*s, generator=gen).to(dtype).requires_grad_() for s in ((n, n_in), (n_out, n_in), (n_out,)))
+    tol = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype] * n_in**0.5  # sums in another order
+    wide = torch.randn(n, 2 * n_in, generator=gen).to(dtype)
+    for ours, theirs in (
+        (linear(x, w, b), x @ w.T + b),
+        (linear(x, w), x @ w.T),
+        (linear(x.T, x.T), x.T @ x),
+        (linear(wide[:, ::2], w), wide[:, ::2] @ w.T),
+        (linear(x[1:], w.T.contiguous().T), x[1:] @ w.T),
+        (linear(torch.stack([x, 2 * x]), torch.stack([w, w])), torch.stack([x @ w.T, 2 * x @ w.T])),
+    ):
+        assert ours.dtype == dtype and not ours.requires_grad and torch.allclose(ours, theirs, atol=tol)
+
+
+def test_linear_uses_onednn_for_large_float32_matrices_alone(monkeypatch):
+    calls = []
+
+    def product(x, weight, bias, *options):
+        calls.append(tuple(x.shape))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(ega.arrays, "_onednn_linear", lambda: product)
+    large, small = torch.ones(64, 64), torch.ones(63, 64)
+    for x, w in ((large, large), (small, large), (large, small), (large.double(), large.double())):
+        linear(x, w)
+    assert calls == [(64, 64)]
+
+
+def test_linear_does_without_onednn_where_it_fails(monkeypatch):
+    def product(*args):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(ega.arrays, "_onednn_linear", lambda: product)
+    assert torch.equal(linear(torch.eye(64), torch.ones(70, 64)), torch.ones(64, 70))
+
+
+def test_onednn_is_used_on_processors_with_avx_512_alone(monkeypatch):
+    for capability, available, expected in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
+        assert (ega.arrays._onednn_linear.__wrapped__() is not None) == expected

@@ -511,6 +511,73 @@ def test_gradcheck_pair_losses(loss, tau):
         assert torch.autograd.gradcheck(lambda z: loss(z, y, tau), z.clone().requires_grad_())
 
 
+def plain_contrastive(z, y, tau, loss):
+    "The loss in plain torch operations, differentiated by autograd."
+    own = torch.eye(len(z), dtype=torch.bool)
+    positive = (y[:, None] == y[None]) & ~own
+    log_q = (z @ z.T / tau).masked_fill(own, -1e30).log_softmax(1)
+    count = positive.sum(1)
+    if loss is supcon:
+        each = -log_q.masked_fill(~positive, 0).sum(1) / count.clamp(min=1)
+    else:
+        each = (
+            -log_q.masked_fill(~positive, -1e30).logsumexp(1)
+            + (loss is supcon_in) * count.clamp(min=1).to(z.dtype).log()
+        )
+    return each.masked_fill(count == 0, 0).mean()
+
+
+LABELS = {
+    "classes": lambda n: torch.arange(n) % 7,
+    "one class": lambda n: torch.zeros(n, dtype=torch.long),
+    "all distinct": lambda n: torch.arange(n),
+    "single members": lambda n: torch.where(torch.arange(n) < n // 2, 0, torch.arange(n)),
+}
+
+
+@pytest.mark.parametrize("onednn", (True, False))
+@pytest.mark.parametrize("loss", (supcon, supcon_in, nca), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("n, d", [(1, 4), (2, 3), (37, 16), (64, 64), (150, 96)])
+def test_contrastive_gradients_equal_those_of_autograd(loss, labels, n, d, onednn, monkeypatch):
+    "In float64 and, also with oneDNN's products, in float32; a gradient that reaches the loss is multiplied in."
+    if not onednn:
+        monkeypatch.setattr("ega.arrays._onednn_linear", lambda: None)
+    y, z64 = LABELS[labels](n), F.normalize(torch.randn(n, d, dtype=torch.float64, generator=seeded_generator()), dim=1)
+    for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for tau in (1.0, 0.07, 0.01):
+            z = z64.to(dtype).requires_grad_()
+            values = loss(z, y, tau), plain_contrastive(z, y, tau, loss)
+            ours, theirs = (torch.autograd.grad(3 * v, z)[0] for v in values)
+            assert abs(values[0] - values[1]) <= atol / tau and values[0].dtype == dtype
+            assert (ours - theirs).abs().max() <= atol / tau * max(1, theirs.abs().max())
+
+
+def seeded_generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("loss", (supcon, nca), ids=lambda f: f.__name__)
+def test_contrastive_losses_of_several_runs_at_once(loss):
+    z = F.normalize(torch.randn(3, 20, 8, dtype=torch.float64, generator=seeded_generator()), dim=2).requires_grad_()
+    y = torch.stack([torch.arange(20) % c for c in (3, 5, 20)])
+    for labels, in_dims in ((y, (0, 0)), (y[0], (0, None))):
+        together = torch.vmap(lambda z, y: loss(z, y, 0.1), in_dims)(z, labels)
+        single = torch.stack([loss(z[i], y[i] if labels is y else y[0], 0.1) for i in range(3)])
+        ours, theirs = (torch.autograd.grad((v * torch.arange(1, 4)).sum(), z)[0] for v in (together, single))
+        assert torch.allclose(together, single, atol=1e-12) and torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", (supcon, nca), ids=lambda f: f.__name__)
+def test_derivatives_of_a_contrastive_gradient(loss):
+    "The second derivative by finite differences, and the transformations of torch.func."
+    z, y = batch()
+    z = z.clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda z: loss(z, y, 0.5), z)
+    (expected,) = torch.autograd.grad(loss(z, y, 0.5), z)
+    assert torch.allclose(torch.func.grad(lambda z: loss(z, y, 0.5))(z.detach()), expected, atol=1e-12)
+
+
 def test_gradcheck_other_losses():
     z, y = batch(7, 3, 3)
     w = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

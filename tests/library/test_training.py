@@ -21,6 +21,8 @@ from ega.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repul
 from ega.methods import LossConfig, build_objective
 from ega.sparsity import index_rows_by_class, random_dataset_triplets
 from ega.training import (
+    _hinge_of_batch,
+    _mean_hinge,
     _StackedRuns,
     batch_triplet_objective,
     dataset_triplet_objective,
@@ -124,6 +126,31 @@ def test_dataset_triplet_gradient_equals_forwarding_every_row_of_every_triplet(w
     assert torch.allclose(
         ours, torch.cat([g.flatten() for g in torch.autograd.grad(hand, adapter.parameters())]), atol=1e-12
     )
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("margin", [-3.0, 0.001, 0.2, 3.0])
+@pytest.mark.parametrize("valid", ["all", "some", "none"])
+def test_hinge_over_active_triplets_equals_the_hinge_over_all(margin, valid, dtype, atol):
+    "Value, active ratio and gradient, with rows in several triplets, an anchor that is its own positive, equal rows."
+    gen = torch.Generator().manual_seed(0)
+    z = torch.nn.functional.normalize(torch.randn(30, 8, generator=gen, dtype=dtype), dim=1)
+    z[4] = z[5]
+    z.requires_grad_()
+    a, p, n = torch.randint(30, (3, 50), generator=gen)
+    p[0], (a[1], p[1]) = a[0], (4, 5)
+    keep = {"all": torch.ones(50), "some": torch.arange(50) % 3, "none": torch.zeros(50)}[valid] > 0
+    (ours, rho), (theirs, expected) = (f(z, a, p, n, keep, margin) for f in (_hinge_of_batch, _mean_hinge))
+    assert torch.allclose(ours, theirs, atol=atol) and rho == expected and rho.dtype == ours.dtype == dtype
+    ours, theirs = (torch.autograd.grad(2 * v, z)[0] for v in (ours, theirs))
+    assert torch.allclose(ours, theirs, atol=atol) and (valid != "all" or (ours.abs().max() > 0) == (margin > 0))
+
+
+def test_the_gradient_of_the_hinge_by_finite_differences():
+    z = torch.nn.functional.normalize(torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).double(), dim=1)
+    a, p, n = torch.arange(9), torch.arange(9).roll(1), torch.arange(9).roll(4)
+    valid = torch.arange(9) < 8
+    assert torch.autograd.gradcheck(lambda z: _hinge_of_batch(z, a, p, n, valid, 0.3)[0], z.requires_grad_())
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
