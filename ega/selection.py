@@ -29,6 +29,7 @@ from ega.arrays import (
     check_number,
     check_positive_int,
     check_unit_norm,
+    linear,
     pick_device,
     short_repr,
     spawn_rngs,
@@ -173,26 +174,34 @@ def _hits_of_scores(scores, same, is_fit, has_copies):
     return hit, is_fit[position]
 
 
+def _scores_at(uq, vq, ug, vg, strengths):
+    "Yield the inner products (nq, nb) of u + strength v at each strength; None for v: of u alone."
+    constant = linear(uq, ug)
+    if vq is None:
+        yield constant
+        return
+    square = linear(vq, vg)
+    mixed = linear(uq + vq, ug + vg).sub_(constant).sub_(square)
+    for s in strengths:
+        yield torch.add(constant, mixed, alpha=s).add_(square, alpha=s * s)
+
+
 def _search_path(u, v, y, fold, strengths, has_copies):
     "{strength: (LP@1, captured)}, (nq,) each, of the queries of a fold in its mixed gallery; rows l2(u + strength v)."
     queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
     own = np.full(len(queries), -1)
     own[len(fold.seen_queries) :] = len(fold.fit) + np.searchsorted(fold.unseen, fold.unseen_queries)
-    labels, own = torch.from_numpy(y).to(u.device), torch.from_numpy(own).to(u.device)
-    queries, gallery = (torch.from_numpy(rows).to(u.device) for rows in (queries, gallery))
+    labels, own, queries, gallery = (torch.from_numpy(a).to(u.device) for a in (y, own, queries, gallery))
     is_fit = torch.arange(len(gallery), device=u.device) < len(fold.fit)
-    ug, vg = u[gallery], v[gallery]
-    sums, scales = ug + vg, {s: 1 / (ug + s * vg).norm(dim=1) for s in strengths}
+    ug, vg = u[gallery], None if v is None else v[gallery]
+    scales = [1 / (ug if v is None else ug + s * vg).norm(dim=1) for s in strengths]
     found = {s: [] for s in strengths}
     for block, block_own in zip(queries.split(_QUERIES_AT_ONCE), own.split(_QUERIES_AT_ONCE)):
-        uq, vq = u[block], v[block]
-        constant, square = uq @ ug.T, vq @ vg.T
-        linear = ((uq + vq) @ sums.T).sub_(constant).sub_(square)
         same = labels[block][:, None] == labels[gallery][None]
         hidden = torch.nonzero(block_own >= 0)[:, 0]
-        for s in strengths:
-            scores = torch.add(constant, linear, alpha=s).add_(square, alpha=s * s).mul_(scales[s])
-            scores[hidden, block_own[hidden]] = -torch.inf
+        products = _scores_at(u[block], None if v is None else v[block], ug, vg, strengths)
+        for s, scale, scores in zip(strengths, scales, products):
+            scores.mul_(scale)[hidden, block_own[hidden]] = -torch.inf
             found[s].append(_hits_of_scores(scores, same, is_fit, has_copies))
     return {s: tuple(torch.cat(part).cpu().numpy() for part in zip(*parts)) for s, parts in found.items()}
 
@@ -203,11 +212,12 @@ FoldComparison = namedtuple("FoldComparison", "changes captured fit_seconds seco
 
 
 def _search_strengths(path, x, y, fold, strengths, device, has_copies):
-    "{strength: (LP@1, captured)} of an adapter path; the frozen embeddings are not searched again."
+    "{strength: (LP@1, captured)} of an adapter path, as far as it has strengths."
     u, v = path.rows(x, device=device)
     if v is None:
-        return _search_path(u, torch.zeros_like(u), y, fold, (1.0,), has_copies)
-    strengths = [s for s in strengths if s > 0 or path.start is not None]
+        strengths = (1.0,)
+    elif path.start is None:  # strength 0 is the frozen embeddings
+        strengths = [s for s in strengths if s > 0]
     return _search_path(u, v, y, fold, strengths, has_copies)
 
 
@@ -227,7 +237,7 @@ def compare_on_fold(
     progress.start(f"frozen embeddings{label}")
     has_copies = len(np.unique(hash_rows(x))) < len(x)
     frozen = torch.from_numpy(x).to(pick_device(device))
-    hit, capture = _search_path(frozen, torch.zeros_like(frozen), y, fold, (0.0,), has_copies)[0.0]
+    hit, capture = _search_path(frozen, None, y, fold, (0.0,), has_copies)[0.0]
     n_seen, fit_seconds, seconds = len(fold.seen_queries), {}, {}
     changes, captured = {}, {("frozen", 0.0): capture[n_seen:]}
     for name, config in candidates:
