@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from .adapters import AblatedEGA, LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, merge_linear
-from .arrays import InputError, check_embeddings, check_labels, pick_device, spawn_rngs, torch_generator
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_labels,
+    limit_threads,
+    pick_device,
+    spawn_rngs,
+    torch_generator,
+)
 from .closed_form import WCCN, LDAMap, LinearMap, LogitMap, PCAMap, ValidatedWCCN
 from .config import AdapterConfig, LossConfig, MethodConfig
 from .losses import check_loss_options, find_loss
@@ -154,6 +162,7 @@ def fit_closed_form_start(
 FittedMethod = namedtuple("FittedMethod", "init_transform adapter history")  # None where the method has none
 
 
+@limit_threads()
 def fit_method(
     config: MethodConfig,  # or another configuration with its four fields
     x: np.ndarray,  # (n, d) unit rows

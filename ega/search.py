@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional, pick_device
+from .arrays import InputError, check_embeddings, check_positive_int, import_optional, limit_threads, pick_device
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,12 @@ def _tile_size(x):
     return 2048 if isinstance(x, np.ndarray) else 8192
 
 
+def _tile_flops(xq, xb):
+    "Operations of the product of two tiles."
+    step = _tile_size(xb)
+    return 2 * min(step, len(xq)) * min(step, len(xb)) * xb.shape[1]
+
+
 def _empty_best(x, k):
     "Row numbers (-1) and scores (inf), each (n, k), of queries that were not yet compared with any gallery row."
     if isinstance(x, np.ndarray):
@@ -212,7 +218,8 @@ def knn(
     xb = check_embeddings(xb, "xb")
     xq = check_embeddings(xq, "xq", dim=xb.shape[1])
     k = check_positive_int(k, "k")
-    I, _ = _nearest_by_product(_to_device(xq, device), _to_device(xb, device), k)
+    with limit_threads(_tile_flops(xq, xb)):
+        I, _ = _nearest_by_product(_to_device(xq, device), _to_device(xb, device), k)
     return _sort_by_distance(xq, xb, _to_array(I))
 
 # %% ../nbs/library/12_search.ipynb #left-out
@@ -285,7 +292,8 @@ def loo_knn(
     """
     x = check_embeddings(x)
     k = check_positive_int(k, "k")
-    I = _nearest_others_by_product(_to_device(x, device), k)
+    with limit_threads(_tile_flops(x, x)):
+        I = _nearest_others_by_product(_to_device(x, device), k)
     return _sort_by_distance(x, x, _to_array(I))
 
 # %% ../nbs/library/12_search.ipynb #faiss
