@@ -247,7 +247,6 @@ def _shrunk_eigenvalues(
     return (1 - shrinkage) * np.clip(w, 0, None) + shrinkage * w.mean()
 
 
-@limit_threads()
 def shrunk_inverse_power(
     S: np.ndarray,  # (d, d) symmetric covariance
     shrinkage: float = 0.0,  # 0: as measured, 1: a multiple of the identity
