@@ -876,7 +876,7 @@ class FitClock:
 # %% ../../nbs/experiments/09_benchmarks.ipynb #1edb8e5c
 def fit_with_ega(data, clock, size):
     "`EmbeddingAdapter().fit`, with its default settings."
-    from ega import EmbeddingAdapter
+    from ega.estimator import EmbeddingAdapter
 
     clock.start()
     adapter = EmbeddingAdapter(device="cpu").fit(data.x, data.y)
@@ -988,7 +988,7 @@ def fit_with_nca(data, clock, size):
     "scikit-learn's NeighborhoodComponentsAnalysis, from the identity."
     from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-    from ega import normalize
+    from ega.arrays import normalize
 
     def stop_when_over(matrix, iteration):
         matrix = matrix.reshape(size["d"], size["d"])
