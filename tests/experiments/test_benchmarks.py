@@ -430,7 +430,8 @@ def test_other_libraries_stop_at_the_label_precision_of_ega(tmp_path, fit):
     assert done["lp_at_1"] >= 0.01 and done["wall_s"] < 30
     target.write_text("2")
     done = benchmarks.time_fit(fit, FIT | {"limit_s": 0.5}, tmp_path)
-    assert 0.5 <= done["wall_s"] < 15 and done["lp_at_1"] < 2
+    assert done["wall_s"] < 15 and done["lp_at_1"] < 2
+    assert done["wall_s"] >= 0.5 or fit == "fit_with_nca"  # which converges
 
 
 def test_pairs_of_a_million_rows_do_not_fit(tmp_path):

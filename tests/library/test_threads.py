@@ -100,6 +100,15 @@ def test_overlapping_blocks_of_two_threads_restore_the_first_number(first_ends_f
     assert numbers() == before and found == {"other": 3}
 
 
+def test_number_that_all_python_threads_share_is_restored_with_the_last_block():
+    settings, shared, own = arrays._ThreadSettings(), [], []
+    settings.settings, settings.n_blocks = [(shared.append, 3, True), (own.append, 3, False)], 2
+    settings.leave(None)
+    assert shared == [] and own == [3]
+    settings.leave(None)
+    assert shared == [3] and own == [3, 3]
+
+
 class Stop(Exception):
     pass
 
@@ -189,7 +198,7 @@ def _unit(x, y):
         ({}, math.inf),
         ({"cpu.max": "max 100000"}, math.inf),
         ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "400000 100000", "a/b/cpu.max": "max 100000", "a/cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "400000 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}, 2),
     ],
 )
 def test_quota_of_a_container_is_the_smallest_of_its_groups(tmp_path, files, cores):
@@ -201,6 +210,8 @@ def test_quota_of_a_container_is_the_smallest_of_its_groups(tmp_path, files, cor
     assert arrays._cpu_quota(tmp_path / "root", tmp_path / "missing") == math.inf
 
 
-def test_usable_cores_count_a_part_of_a_core_as_one(monkeypatch):
-    monkeypatch.setattr(arrays, "_cpu_quota", lambda: 0.5)
-    assert usable_cores() == 1
+@pytest.mark.parametrize("quota, cores", [(0.5, 1), (1.5, 2), (9, 4), (math.inf, 4)])
+def test_usable_cores_count_a_part_of_a_core_as_one(monkeypatch, quota, cores):
+    monkeypatch.setattr(arrays.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    monkeypatch.setattr(arrays, "_cpu_quota", lambda: quota)
+    assert usable_cores() == cores
