@@ -23,6 +23,7 @@ from ega.arrays import (
     check_labels,
     check_number,
     check_positive_int,
+    limit_threads,
     normalize,
     rows_by_class,
 )
@@ -176,6 +177,7 @@ class ClassStatistics(_StoredClassSums):
     (array([1, 2]), 3)
     """
 
+    @limit_threads()
     def update(self, X: np.ndarray, y: np.ndarray) -> "ClassStatistics":
         "Add embeddings (m, d) with int labels (m,); rows labelled -1 are ignored. Returns self."
         x = check_embeddings(X, "X", dim=self.d)
@@ -308,6 +310,7 @@ class WCCN(LinearMap):
         self.power = power
         self.center = center
 
+    @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "WCCN":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
         A = shrunk_inverse_power(class_covariances(X, y)[0], self.shrinkage, self.power)
@@ -371,6 +374,7 @@ class ValidatedWCCN(LinearMap):
         self.max_rows = max_rows
         self.random_state = random_state
 
+    @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "ValidatedWCCN":
         "Fit on embeddings (n, d) and int labels (n,), and validate on left-out classes; returns self."
         # with classes left out the within-class covariance may be zero in some directions, so 0 is not allowed
@@ -463,6 +467,7 @@ class LDAMap(LinearMap):
         self.shrinkage = shrinkage
         self.center = center
 
+    @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "LDAMap":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
         within, between = class_covariances(X, y)
@@ -542,6 +547,7 @@ class DiscriminantWhitening(LinearMap):
         return self._set_map(fitted.matrix_, fitted.mean_)
 
 
+@limit_threads()
 def discriminant_path(
     statistics: ClassStatistics,
     discriminations: Sequence[float],  # each in [0, 1]
@@ -621,6 +627,7 @@ class PCAMap(LinearMap):
         self.whiten = whiten
         self.center = center
 
+    @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> "PCAMap":
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
         mean, x = _labelled_mean(X), check_embeddings(X)
@@ -650,6 +657,7 @@ class LogitMap(LinearMap):
         self.C = C
         self.max_iter = max_iter
 
+    @limit_threads()
     def fit(
         self,
         X: np.ndarray,  # (n, d) embeddings

@@ -39,6 +39,7 @@ from ega.arrays import (
     check_rows_per_class,
     encode_labels,
     import_optional,
+    limit_threads,
     pick_device,
     short_repr,
 )
@@ -635,7 +636,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         Seed of the folds, the training and the bootstrap.
     n_jobs : int or None, default=None
         Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores. Any number
-        gives the same result. None compares one fold after the other, with all threads of torch.
+        gives the same result. None compares one fold after the other.
     device : torch.device, str or None, default=None
         Where to train and transform. None: CUDA when there is one, else the CPU.
     verbose : bool, default=False
@@ -752,7 +753,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
             DataFrame and y a Series with the same index in another order: rows are matched by position.
         """
         _check_params(self)
-        with FitProgress(self.verbose) as progress:
+        with limit_threads(), FitProgress(self.verbose) as progress:
             return _fit(self, X, y, unlabelled, progress)
 
     def transform(self, X: Any) -> Any:

@@ -33,6 +33,7 @@ from ega.arrays import (
     check_embeddings,
     check_labels,
     check_unit_norm,
+    limit_threads,
     pick_device,
     rows_by_class,
     spawn_rngs,
@@ -193,6 +194,7 @@ def fit_closed_form_start(
 FittedMethod = namedtuple("FittedMethod", "init_transform adapter history")  # None where the method has none
 
 
+@limit_threads()
 def fit_method(
     config: MethodConfig,  # or another configuration with its four fields
     x: np.ndarray,  # (n, d) unit rows

@@ -7,12 +7,13 @@ __all__ = ['Neighbours', 'knn', 'loo_knn', 'import_faiss', 'build_ivf', 'IVFNeig
            'SearchConfig', 'search']
 
 # %% ../nbs/library/12_search.ipynb #387bfa0d
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional, pick_device
+from .arrays import InputError, check_embeddings, check_positive_int, import_optional, limit_threads, pick_device
 
 if TYPE_CHECKING:
     import torch
@@ -232,6 +233,17 @@ def _nearest_by_product_torch(xq, xb, k, *, tile):
             _update_best_torch(best_ids[here], best_scores[here], scores, rows[j : j + tile])
     return best_ids, best_scores
 
+# %% ../nbs/library/12_search.ipynb #8fe04ab6
+def _nearest_in_threads(xq, xb, k):
+    "`_nearest_by_product`, with the queries divided among the threads that are set; a small search uses one."
+    with limit_threads(2 * len(xq) * len(xb) * xb.shape[1]) as n_threads:
+        if n_threads == 1 or not isinstance(xq, np.ndarray):
+            return _nearest_by_product(xq, xb, k)
+        one_thread_each = limit_threads(most=1)(_nearest_by_product)
+        with ThreadPoolExecutor(n_threads) as pool:
+            parts = list(pool.map(lambda part: one_thread_each(part, xb, k), np.array_split(xq, n_threads)))
+    return tuple(np.concatenate(part) for part in zip(*parts))
+
 # %% ../nbs/library/12_search.ipynb #place
 def _to_device(x, device):
     "The array itself for the CPU, a torch tensor for any other device."
@@ -308,7 +320,7 @@ def knn(
     xb = check_embeddings(xb, "xb")
     xq = check_embeddings(xq, "xq", dim=xb.shape[1])
     k = check_positive_int(k, "k")
-    I, _ = _nearest_by_product(_to_device(xq, device), _to_device(xb, device), k)
+    I, _ = _nearest_in_threads(_to_device(xq, device), _to_device(xb, device), k)
     return _sort_by_distance(xq, xb, _to_array(I))
 
 # %% ../nbs/library/12_search.ipynb #left-out
@@ -354,6 +366,19 @@ def _nearest_others_by_product_torch(x, k, *, tile):
                 transposed = (product + (a * a).sum(1)[:, None]).T
                 _update_best_torch(best_ids[there], best_scores[there], transposed, rows[here])
     return best_ids
+
+# %% ../nbs/library/12_search.ipynb #d69be138
+def _nearest_others_in_threads(x, k):
+    "`_nearest_others_by_product` on one or two threads; from three on, all products on all threads are faster."
+    with limit_threads(2 * len(x) ** 2 * x.shape[1]) as n_threads:
+        pass
+    if n_threads < 3 or not isinstance(x, np.ndarray):
+        with limit_threads():
+            return _nearest_others_by_product(x, k)
+    I, _ = _nearest_in_threads(x, x, k + 1)
+    is_query = np.arange(len(x))[:, None] == I
+    is_query[~is_query.any(1), -1] = True  # as many copies of the row came first: one of them is left out instead
+    return I[~is_query].reshape(len(x), k)
 
 # %% ../nbs/library/12_search.ipynb #loo-knn
 def loo_knn(
@@ -404,7 +429,7 @@ def loo_knn(
     """
     x = check_embeddings(x)
     k = check_positive_int(k, "k")
-    I = _nearest_others_by_product(_to_device(x, device), k)
+    I = _nearest_others_in_threads(_to_device(x, device), k)
     return _sort_by_distance(x, x, _to_array(I))
 
 # %% ../nbs/library/12_search.ipynb #faiss

@@ -11,8 +11,7 @@ __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison'
 import threading
 import time
 from collections import Counter, namedtuple
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import pandas as pd
 import torch
 from joblib import Parallel, delayed, effective_n_jobs
-from threadpoolctl import threadpool_limits
 
 from ega.arrays import (
     InputError,
@@ -29,6 +27,7 @@ from ega.arrays import (
     check_number,
     check_positive_int,
     check_unit_norm,
+    limit_threads,
     linear,
     pick_device,
     short_repr,
@@ -255,21 +254,9 @@ def compare_on_fold(
     return FoldComparison(changes, captured, fit_seconds, seconds)
 
 # %% ../nbs/library/22_selection.ipynb #compare-on-folds
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    "Limit torch and BLAS to one thread inside the block."
-    before = torch.get_num_threads()
-    with threadpool_limits(1):
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
+@limit_threads(most=1)
 def _compare_on_one_thread(*args, **kwargs):
-    with _one_thread():
-        return compare_on_fold(*args, **kwargs)
+    return compare_on_fold(*args, **kwargs)
 
 
 def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
@@ -282,7 +269,7 @@ def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
         ]
     jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
     progress.start(f"{', '.join(c.name for c in candidates)}: {n_folds} folds in parallel")
-    with _one_thread():  # here too, so that workers that are threads of this process restore the same limit
+    with limit_threads(most=1):  # here too, for workers that are threads of this process
         done = Parallel(
             n_jobs=min(n_jobs, n_folds) if n_jobs else None, return_as="generator" if progress.show else "list"
         )(jobs)
@@ -571,8 +558,8 @@ def select_adapter(
         Seed of the folds, the training and the bootstrap.
     n_jobs : int or None, default=None
         Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores. Any number
-        gives the same result. None compares one fold after the other with all threads of torch, which
-        can change the last digits of sums in float32.
+        gives the same result. None compares one fold after the other; large searches then use all threads
+        that are set, which can change the last digits of sums in float32.
     device : torch.device, str or None, default=None
         Where to train and search. None: CUDA when there is one, else the CPU.
     progress : FitProgress, optional
@@ -649,18 +636,19 @@ def select_adapter(
         )
         empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
         return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_classes)
-    return _compare_and_select(
-        x,
-        y,
-        leave_classes_out(y, spawn_rngs(random_state).split, n_folds=n_folds),
-        resolved,
-        max_unseen_loss=max_unseen_loss,
-        unseen_share=unseen_share,
-        confidence=confidence,
-        rng=rngs.eval,
-        n_classes=n_classes,
-        strengths=strengths,
-        n_jobs=n_jobs,
-        device=device,
-        progress=progress or FitProgress(show=False),
-    )
+    with limit_threads():
+        return _compare_and_select(
+            x,
+            y,
+            leave_classes_out(y, spawn_rngs(random_state).split, n_folds=n_folds),
+            resolved,
+            max_unseen_loss=max_unseen_loss,
+            unseen_share=unseen_share,
+            confidence=confidence,
+            rng=rngs.eval,
+            n_classes=n_classes,
+            strengths=strengths,
+            n_jobs=n_jobs,
+            device=device,
+            progress=progress or FitProgress(show=False),
+        )

@@ -28,6 +28,7 @@ from ega.arrays import (
     check_embeddings,
     check_labels,
     check_unit_norm,
+    limit_threads,
     pick_device,
     torch_generator,
 )
@@ -453,6 +454,11 @@ def _set_learning_rate(optimizer, config: TrainConfig, epoch: int) -> None:
         group["lr"] = config.lr * group["lr_multiplier"] * lr_factor(config, epoch)
 
 # %% ../nbs/library/17_training.ipynb #run-epochs
+def _step_flops(adapter, d: int, batch_size: int) -> int:
+    "Operations of the largest matrix product of a step: a batch through a weight, or with itself."
+    return 2 * batch_size * max([batch_size * d] + [p.numel() for p in adapter.parameters()])
+
+
 def _prepare_run(adapter, objective, rngs: Rngs, config: TrainConfig, device: torch.device):
     "Adapter in training mode on the device, its optimizer, the generators of order and triplets, an empty history."
     generators = [torch_generator(rngs.order, device), torch_generator(rngs.triplets, device)]
@@ -548,7 +554,8 @@ def train(
     run = _prepare_run(adapter, objective, rngs, config, pick_device(device))
     finished = load_checkpoint(path, *run, owner=owner) if path and path.exists() else 0
     save = partial(save_checkpoint, path, *run, owner=owner) if path else None
-    _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, on_epoch)
+    with limit_threads(_step_flops(adapter, x.shape[1], min(config.batch_size, len(x)))):
+        _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, on_epoch)
     if path:
         path.unlink(missing_ok=True)
     return run[-1]
@@ -685,7 +692,8 @@ def train_many(
             "runs trained together make whole passes over their rows, got steps_per_epoch; pass stacked=False"
         )
     if stacked:
-        return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
+        with limit_threads(_step_flops(adapters[0], rows[0].shape[1], config.batch_size)):
+            return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
     histories = []
     for i, adapter in enumerate(adapters):
         index = index_rows_by_class(torch.from_numpy(labels[i]).to(target))

@@ -26,7 +26,15 @@ import numpy as np
 import torch
 
 from .adapters import adapter_fingerprint, check_adapter, load_adapter
-from .arrays import InputError, check_positive_int, defer_sigint, import_optional, pick_device, usable_cores
+from ega.arrays import (
+    InputError,
+    check_positive_int,
+    defer_sigint,
+    import_optional,
+    limit_threads,
+    pick_device,
+    usable_cores,
+)
 from .files import READ_ERRORS, check_path, file_lock, read_json, short_error
 from .packs import dequantize, open_parquet, quantize
 from .vectors import check_not_adapted, iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
@@ -163,14 +171,12 @@ def _thread_pool(
     n,  # threads
 ):  # context: ThreadPoolExecutor
     "A pool whose threads each compute on one core."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread, and of MKL in all threads
-    pool = ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
+    with limit_threads(most=1):  # of this thread, and of MKL in all threads
+        pool = ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 # %% ../nbs/library/24_transform.ipynb #transform-batch
 def _transform_batch(

@@ -243,7 +243,12 @@ def _bench(args):
 def _add_bench_arguments(command):
     "The arguments of `ega-paper bench`."
     add = command.add_argument
-    add("--groups", nargs="+", metavar="GROUP", help="time these groups (default: all; a wrong name lists them)")
+    add(
+        "--groups",
+        nargs="+",
+        metavar="GROUP",
+        help="time these groups (default: all but fit, which takes hours; a wrong name lists them)",
+    )
     add("--quick", action="store_true", help="smoke test: tiny sizes in one process; its ratios mean nothing")
     add("-o", "--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
     add("--threads", type=int, default=1, help="threads of every contender (default: 1)")

@@ -369,6 +369,112 @@ def test_search_contenders_find_the_same_neighbours():
         assert (index.search(xq, 10)[1] == swept[p].I).mean() > 0.99
 
 
+# -- a whole fit -------------------------------------------------------------------------------------------
+
+FIT = dict(n=300, d=16, classes=20, limit_s=30, batch=60, lr=1e-3, new_process=True, busy=1)
+
+
+def test_fit_rows_are_unit_rows_of_two_sets_of_classes(tmp_path):
+    for name, rows_at_once in (("a", 7), ("b", 2**16)):
+        (tmp_path / name).mkdir()
+        benchmarks._write_fit_data(tmp_path / name, 300, 16, 20, rows_at_once)
+    for name in benchmarks.FitData._fields:
+        a, b = (np.load(tmp_path / folder / f"{name}.npy") for folder in "ab")
+        assert np.allclose(a, b, atol=1e-6)  # products of blocks of another size
+    fit = benchmarks.fit_data(FIT, tmp_path)
+    assert fit.x.shape == (300, 16) and len(set(fit.y)) == 20 and len(set(fit.y_unseen)) == 5
+    assert np.allclose(np.linalg.norm(np.r_[fit.x, fit.x_unseen], axis=1), 1, atol=1e-6)
+    again = benchmarks.fit_data(FIT, tmp_path)
+    assert np.array_equal(fit.x, again.x) and len(list(tmp_path.glob("fit-*"))) == 1
+
+
+def test_fit_clock_counts_no_measurement_and_ends_at_target_or_limit(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: now[0])
+    labels = np.repeat(np.arange(5), 2)
+    good = np.eye(5, dtype=np.float32)[labels]
+    lines = {"good": good, "bad": np.roll(good, 1, axis=0)}  # LP@1 of 1 and 0
+    data = benchmarks.FitData(None, None, good, labels)
+
+    def pass_and_transform(name):
+        def transform(x):
+            now[0] += 50  # a measurement
+            return lines[name]
+
+        return transform
+
+    clock = benchmarks.FitClock(data, 10, target=0.5)
+    clock.start()
+    over = []
+    for name in ("bad", "bad", "good"):
+        now[0] += 1
+        over.append(clock.is_over(pass_and_transform(name)))
+    clock.stop()
+    assert over == [False, False, True] and clock.wall_s == 3 and clock.lp_at_1 == 1
+
+    clock = benchmarks.FitClock(data, 10, target=0.5)
+    clock.start()
+    for seconds, over in ((9.5, False), (1, True)):
+        now[0] += seconds
+        assert clock.is_over(pass_and_transform("bad")) == over
+    assert clock.lp_at_1 == 0
+
+
+def test_fit_in_a_new_process_beside_a_busy_one_leaves_neither(tmp_path):
+    timed = harness.time_once(benchmarks.floor_fit(FIT, tmp_path))
+    assert 0 < timed["wall_s"] < 5 and timed["cpu_s"] > 0 and timed["work"] == 1 and np.isnan(timed["lp_at_1"])
+    assert not [p for p in children(os.getpid()) if alive(p)]
+
+
+def test_busy_processes_use_a_core_and_end():
+    with harness.busy_processes(1):
+        (busy,) = (p for p in children(os.getpid()) if alive(p))
+        end = time.monotonic() + 30
+        while sum(map(int, Path(f"/proc/{busy}/stat").read_text().split(")")[-1].split()[11:13])) < 20:
+            assert time.monotonic() < end  # 0.2 seconds of CPU time
+            time.sleep(0.05)
+    assert not alive(busy)
+
+
+@pytest.mark.parametrize("fit", ["fit_with_pml", "fit_with_sentence_transformers", "fit_with_nca"])
+def test_other_libraries_stop_at_the_label_precision_of_ega(tmp_path, fit):
+    patched = patch_torchvision()  # noqa: F841
+    pytest.importorskip({"fit_with_pml": "pytorch_metric_learning", "fit_with_nca": "sklearn"}.get(fit, "datasets"))
+    assert benchmarks.time_fit("fit_with_ega", FIT, tmp_path)["lp_at_1"] > 0
+    target = tmp_path / "lp-300-16.json"
+    target.write_text("0.01")
+    done = benchmarks.time_fit(fit, FIT, tmp_path)
+    assert done["lp_at_1"] >= 0.01 and done["wall_s"] < 30
+    target.write_text("2")
+    done = benchmarks.time_fit(fit, FIT | {"limit_s": 0.5}, tmp_path)
+    assert done["wall_s"] < 15 and done["lp_at_1"] < 2
+    assert done["wall_s"] >= 0.5 or fit == "fit_with_nca"  # which converges
+
+
+def test_pairs_of_a_million_rows_do_not_fit(tmp_path):
+    size = FIT | {"n": 10**6}
+    with pytest.raises(harness.NotRunError, match="needs 29,802 GB"):
+        benchmarks.nca_fit(size, tmp_path)
+    g = group(harness.sleep_contender, benchmarks.nca_fit)
+    rows = harness.run_group(g, size | {"seconds": 0.01}, repeats=1, folder=tmp_path)
+    assert [r["status"] for r in rows] == ["needs 29,802 GB for all pairs of rows", "ok"]
+
+
+def test_groups_that_take_hours_run_only_when_named(monkeypatch):
+    named = []
+    monkeypatch.setattr(benchmarks, "run_group", lambda g, *args, **kw: named.append(g.title) or [])
+    everything = {g.title for g in benchmarks.GROUPS.values()}
+    hours = {benchmarks.GROUPS["fit"].title}
+    for arguments, expected in (
+        (dict(), everything - hours),
+        (dict(quick=True), everything),
+        (dict(groups=["fit"]), hours),
+    ):
+        named.clear()
+        benchmarks.run_benchmarks(**arguments)
+        assert set(named) == expected
+
+
 # -- ratios, table, command --------------------------------------------------------------------------------
 
 
