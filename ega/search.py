@@ -234,14 +234,20 @@ def _nearest_by_product_torch(xq, xb, k, *, tile):
     return best_ids, best_scores
 
 # %% ../nbs/library/12_search.ipynb #8fe04ab6
+def _count_threads(flops):
+    "The number of threads that are set, for work of so many operations; 1 for little."
+    with limit_threads(flops) as n_threads:
+        return n_threads
+
+
 def _nearest_in_threads(xq, xb, k):
     "`_nearest_by_product`, with the queries divided among the threads that are set; a small search uses one."
-    with limit_threads(2 * len(xq) * len(xb) * xb.shape[1]) as n_threads:
-        if n_threads == 1 or not isinstance(xq, np.ndarray):
-            return _nearest_by_product(xq, xb, k)
-        one_thread_each = limit_threads(most=1)(_nearest_by_product)
-        with ThreadPoolExecutor(n_threads) as pool:
-            parts = list(pool.map(lambda part: one_thread_each(part, xb, k), np.array_split(xq, n_threads)))
+    n_threads = _count_threads(2 * len(xq) * len(xb) * xb.shape[1]) if isinstance(xq, np.ndarray) else 1
+    one_thread_each = limit_threads(most=1)(_nearest_by_product)
+    if n_threads == 1:
+        return one_thread_each(xq, xb, k)
+    with limit_threads(most=1), ThreadPoolExecutor(n_threads) as pool:  # some libraries have one number for all
+        parts = list(pool.map(lambda part: one_thread_each(part, xb, k), np.array_split(xq, n_threads)))
     return tuple(np.concatenate(part) for part in zip(*parts))
 
 # %% ../nbs/library/12_search.ipynb #place
@@ -370,9 +376,7 @@ def _nearest_others_by_product_torch(x, k, *, tile):
 # %% ../nbs/library/12_search.ipynb #d69be138
 def _nearest_others_in_threads(x, k):
     "`_nearest_others_by_product` on one or two threads; from three on, all products on all threads are faster."
-    with limit_threads(2 * len(x) ** 2 * x.shape[1]) as n_threads:
-        pass
-    if n_threads < 3 or not isinstance(x, np.ndarray):
+    if not isinstance(x, np.ndarray) or _count_threads(2 * len(x) ** 2 * x.shape[1]) < 3:
         with limit_threads():
             return _nearest_others_by_product(x, k)
     I, _ = _nearest_in_threads(x, x, k + 1)

@@ -129,7 +129,7 @@ def test_fit_restores_the_threads(monkeypatch, raised):
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(selection, "fit_adapter")  # of two folds
+    watch(selection, "fit_path")  # of two folds
     watch(estimator, "fit_adapter")
     watch(estimator, "adapter_fingerprint")
     adapter = EmbeddingAdapter(candidates=("wccn",), cv=2, strengths=(1.0,), device="cpu")
@@ -159,21 +159,25 @@ def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, threads)
 
 
 @pytest.mark.parametrize("of", ["knn", "loo_knn"])
-def test_search_chooses_by_the_size_of_its_tiles(monkeypatch, of):
-    seen, name = [], {"knn": "_nearest_by_product", "loo_knn": "_nearest_others_by_product"}[of]
-    product = getattr(search, name)
-    monkeypatch.setattr(search, name, lambda *a, **kw: seen.append(numbers()[1][1]) or product(*a, **kw))
+def test_search_chooses_by_its_size_and_each_of_its_threads_multiplies_alone(monkeypatch, of):
+    seen, names = [], ("_nearest_by_product", "_nearest_others_by_product")
+    for name in names:
+        product = getattr(search, name)
+        watched = lambda *a, product=product, **kw: seen.append(numbers()[1][1]) or product(*a, **kw)  # noqa: E731
+        monkeypatch.setattr(search, name, watched)
     x = simplex_vertices(5)
-    for limit in (2 * len(x) ** 2 * x.shape[1], 2 * len(x) ** 2 * x.shape[1] + 1):
+    for limit, blocks in ((2 * len(x) ** 2 * x.shape[1], 3), (2 * len(x) ** 2 * x.shape[1] + 1, 1)):
         monkeypatch.setattr(arrays, "PARALLEL_FLOPS", limit)
         search.loo_knn(x, 2, device="cpu") if of == "loo_knn" else search.knn(x, x, 2, device="cpu")
-    assert seen == [3, 1] and numbers()[1][1] == 3
+        assert seen == [1] * blocks and numbers()[1][1] == 3
+        seen.clear()
 
 
 def test_closed_forms_use_one_thread(monkeypatch):
     seen, eigh = [], np.linalg.eigh
     monkeypatch.setattr(np.linalg, "eigh", lambda S: seen.append(numbers()[1:]) or eigh(S))
     x, y = world()
+    x = normalize(x)
     WCCN().fit(x, y)
     methods.fit_adapter(build_method_config("wccn"), x, y, device="cpu")
     assert len(seen) == 2 and {n for found in seen for _, n in found} == {1}
@@ -181,8 +185,8 @@ def test_closed_forms_use_one_thread(monkeypatch):
 
 def test_workers_use_one_thread_for_large_products_too_and_restore_the_threads(monkeypatch):
     monkeypatch.setattr(arrays, "PARALLEL_FLOPS", 0)
-    before, seen, fit = numbers(), [], selection.fit_adapter
-    monkeypatch.setattr(selection, "fit_adapter", lambda *a, **kw: seen.append(numbers()) or fit(*a, **kw))
+    before, seen, fit = numbers(), [], selection.fit_path
+    monkeypatch.setattr(selection, "fit_path", lambda *a, **kw: seen.append(numbers()) or fit(*a, **kw))
     with joblib.parallel_config("threading", n_jobs=2):
         selection.select_adapter(*_unit(*world()), ("wccn",), n_folds=4)
     assert numbers() == before
@@ -225,14 +229,13 @@ def test_queries_divided_among_threads_have_the_same_neighbours(k, monkeypatch):
     x[40:50] = x[3]
     expected = knn(x[:70], x, k), loo_knn(x, k)
     monkeypatch.setattr(arrays, "PARALLEL_FLOPS", 1)
-    names, search_block = set(), search._nearest_by_product
-    monkeypatch.setattr(
-        search, "_nearest_by_product", lambda *a: names.add(threading.current_thread().name) or search_block(*a)
-    )
+    blocks, search_block = [], search._nearest_by_product
+    monkeypatch.setattr(search, "_nearest_by_product", lambda q, *a: blocks.append(len(q)) or search_block(q, *a))
     found = knn(x[:70], x, k), loo_knn(x, k)
-    assert len(names) == 3
-    distinct = ~np.isin(np.arange(301), [3, *range(40, 50)])
+    assert sorted(blocks) == [23, 23, 24, 100, 100, 101]
+    copies = [3, *range(40, 50)]
     for many, one in zip(found, expected):
-        rows = distinct[: len(one.I)]
+        rows = ~np.isin(one.I, copies).any(1)
+        rows[copies] = False
         assert np.array_equal(many.I[rows], one.I[rows]) and np.allclose(many.D, one.D, atol=1e-6)
     assert (found[1].I != np.arange(301)[:, None]).all()
