@@ -6,9 +6,9 @@
 __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'PARALLEL_FLOPS', 'InputError', 'import_optional', 'check_installed', 'short_repr',
            'check_positive_int', 'check_number', 'check_generator', 'check_embeddings', 'normalize', 'has_unit_norm',
            'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields',
-           'match_classes', 'check_rows_per_class', 'check_and_normalize', 'check_feature_names', 'check_index', 'Rngs',
-           'spawn_rngs', 'torch_generator', 'check_device_name', 'pick_device', 'peak_memory_mb', 'usable_cores',
-           'limit_threads', 'linear', 'defer_sigint']
+           'match_classes', 'check_rows_per_class', 'check_matrix', 'check_and_normalize', 'iter_unit_rows',
+           'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator', 'check_device_name',
+           'pick_device', 'peak_memory_mb', 'usable_cores', 'limit_threads', 'linear', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import functools
@@ -293,14 +293,15 @@ def normalize(x: "ArrayLike", name: str = "x", *, dim: int | None = None) -> np.
      [ 0.  -1. ]]
     """
     a = check_embeddings(x, name, dim=dim)
-    largest = np.abs(a).max(1, keepdims=True)
+    largest = np.maximum(a.max(1, keepdims=True), -a.min(1, keepdims=True))
     zero = np.flatnonzero(largest[:, 0] == 0)
     if len(zero):
         raise InputError(
             f"{name} has {len(zero)} rows of norm 0, first row {zero[0]}; they have no direction: drop them"
         )
     a = a / largest
-    return a / np.linalg.norm(a, axis=1, keepdims=True)
+    a /= np.linalg.norm(a, axis=1, keepdims=True)
+    return a
 
 # %% ../nbs/library/01_arrays.ipynb #as-unit-rows
 def has_unit_norm(
@@ -320,7 +321,11 @@ def as_unit_rows(
     "Bring rows to norm 1; rows that `has_unit_norm` accepts keep their bits."
     a = check_embeddings(x, name, dim=dim)
     is_unit = has_unit_norm(a)
-    return a if is_unit.all() else np.where(is_unit[:, None], a, normalize(a, name))
+    if is_unit.all():
+        return a
+    unit = normalize(a, name)
+    unit[is_unit] = a[is_unit]
+    return unit
 
 # %% ../nbs/library/01_arrays.ipynb #check-unit-norm
 def check_unit_norm(
@@ -330,7 +335,8 @@ def check_unit_norm(
     atol: float = 1e-3,  # largest accepted | ||z_i|| - 1 |; float16 rows pass
 ) -> np.ndarray:  # z itself
     "Return `z`, or raise `InputError` if a row does not have norm 1."
-    deviation = float(np.abs(np.linalg.norm(z, axis=1) - 1).max())
+    with np.errstate(over="ignore", invalid="ignore"):
+        deviation = float(np.abs(np.sqrt(np.einsum("ij,ij->i", z, z)) - 1).max())
     if not deviation <= atol:  # written so that NaN fails too
         raise InputError(f"{name} must have unit rows; max |norm - 1| = {deviation:.2g}; call ega.normalize first")
     return z
@@ -645,11 +651,11 @@ def check_rows_per_class(
         )
 
 # %% ../nbs/library/01_arrays.ipynb #check-and-normalize
-def check_and_normalize(
-    X: Any,  # (n, d) dense matrix of real numbers without zero rows
+def check_matrix(
+    X: Any,  # (n, d) dense matrix of real numbers
     dim: int | None = None,  # number of columns the estimator was fitted on; None: any
-) -> np.ndarray:  # (n, d) float32 unit rows
-    "Check a matrix with scikit-learn's error messages and bring its rows to norm 1, as `as_unit_rows` does."
+) -> Any:  # array or tensor with the numbers of X, whose rows are not checked yet
+    "Check container, type and shape of a matrix with scikit-learn's error messages; a matrix of numbers is not copied."
     a = X if hasattr(X, "detach") else _to_numpy(X, "X")
     if not hasattr(X, "detach"):
         _check_numeric(a, X, "X")
@@ -662,7 +668,27 @@ def check_and_normalize(
             f"X has {a.shape[1]} features, but EmbeddingAdapter is expecting {dim} features as input; "
             "use embeddings from the same encoder"
         )
-    return as_unit_rows(a, "X")
+    if a.ndim != 2 or not len(a):
+        check_embeddings(a, "X")  # raises
+    return a
+
+
+def check_and_normalize(
+    X: Any,  # (n, d) dense matrix of real numbers without zero rows
+    dim: int | None = None,  # number of columns the estimator was fitted on; None: any
+) -> np.ndarray:  # (n, d) float32 unit rows
+    "Check a matrix with scikit-learn's error messages and bring its rows to norm 1, as `as_unit_rows` does."
+    return as_unit_rows(check_matrix(X, dim), "X")
+
+
+def iter_unit_rows(
+    a: Any,  # (n, d) from check_matrix
+    size: int = 2**14,  # rows of a block; the last block may have fewer
+) -> Iterator[tuple[int, np.ndarray]]:  # number of the first row, (<= size, d) float32 unit rows
+    "Yield a matrix in blocks of unit rows, so that no copy of the whole is made."
+    for first in range(0, len(a), size):
+        name = "X" if len(a) <= size else f"X[{first}:{min(first + size, len(a))}]"
+        yield first, as_unit_rows(a[first : first + size], name)
 
 # %% ../nbs/library/01_arrays.ipynb #check-feature-names
 def _integer_columns(X):

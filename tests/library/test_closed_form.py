@@ -3,12 +3,14 @@
 import itertools
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
+from ega import closed_form
 from ega.arrays import InputError, normalize
 from ega.closed_form import (
     WCCN,
@@ -19,9 +21,11 @@ from ega.closed_form import (
     PCAMap,
     ValidatedWCCN,
     class_covariances,
+    class_statistics,
     discriminant_path,
     shrunk_inverse_power,
 )
+from ega.packs import EmbeddingSet, read_pack, write_pack
 
 MAPS = [
     WCCN(),
@@ -407,9 +411,91 @@ def test_discrimination_0_is_centred_whitening_and_a_path_equals_single_fits():
         assert np.array_equal(m.matrix_, alone.matrix_) and np.array_equal(m.mean_, alone.mean_)
 
 
+@pytest.mark.parametrize("center", [False, True])
+def test_whitening_is_fitted_from_statistics_alone(center):
+    x, y = elongated_classes()
+    y[::7] = -1
+    rows, from_statistics = (WCCN(0.2, center=center) for _ in range(2))
+    rows.fit(x, y)
+    from_statistics.fit_statistics(statistics_of(x, y))
+    assert np.array_equal(from_statistics.matrix_, rows.matrix_) and np.array_equal(from_statistics.mean_, rows.mean_)
+    assert np.allclose(rows.mean_, x[y >= 0].mean(0) * center, atol=1e-6)
+
+
+@pytest.mark.parametrize("m", [WCCN(center=True), LDAMap(2), DiscriminantWhitening()], ids=repr)
+def test_a_fit_copies_no_whole_matrix(m):
+    x, y = elongated_classes(10, 10_000, 32)
+    tracemalloc.start()
+    m.fit(x, y)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < x.nbytes
+
+
+def test_statistics_of_many_classes_grow_in_place():
+    "Classes in any order, some of them new, some known before."
+    x, y = elongated_classes(40, 6)
+    y = np.random.default_rng(0).permutation(40)[y]
+    s = ClassStatistics(x.shape[1])
+    for rows in np.array_split(np.random.default_rng(1).permutation(len(y)), 13):
+        s.update(x[rows], y[rows])
+        assert (np.diff(s.classes) > 0).all() and (s.counts > 0).all()
+    assert same_statistics(s, statistics_of(x, y))
+
+
+def write_rows(path, x):
+    "Write embeddings in the format of the ending; pack.parquet is a pack."
+    if path.name == "pack.parquet":
+        write_pack(
+            EmbeddingSet(normalize(x), np.zeros(len(x), int), classes=["a"], meta={"set": "s", "encoder": "e"}), path
+        )
+    elif path.suffix == ".npy":
+        np.save(path, np.asfortranarray(x) if path.stem == "columns" else x)
+    elif path.suffix == ".npz":
+        np.savez(path, a=x)
+    elif path.suffix == ".safetensors":
+        pytest.importorskip("safetensors.numpy").save_file({"a": x}, path)
+    else:
+        table = pytest.importorskip("pyarrow").table({"v": list(x)})
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.npy", "columns.npy", "x.npz", "x.safetensors", "x.parquet", "pack.parquet"])
+@pytest.mark.parametrize("block", [7, 10_000])
+def test_statistics_of_a_file_are_those_of_its_unit_rows(name, block, tmp_path, monkeypatch):
+    x, y = elongated_classes()
+    y[::7] = -1
+    path = write_rows(tmp_path / name, (3 * x).astype("f4"))
+    monkeypatch.setattr(closed_form, "_ROWS_AT_ONCE", block)
+    stored = x if name != "pack.parquet" else read_pack(path).x
+    found, expected = class_statistics(path, y), statistics_of(normalize(stored), y)
+    assert np.array_equal(found.classes, expected.classes) and np.array_equal(found.counts, expected.counts)
+    assert np.allclose(found.sums, expected.sums, atol=1e-5) and np.allclose(found.squares, expected.squares, atol=1e-5)
+
+
+def test_statistics_of_a_file_take_constant_memory(tmp_path):
+    x, y = elongated_classes(10, 10_000, 32)
+    np.save(tmp_path / "x.npy", x)
+    tracemalloc.start()
+    class_statistics(tmp_path / "x.npy", y)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < x.nbytes
+
+
+def test_statistics_of_a_file_need_one_label_per_row(tmp_path):
+    np.savez(tmp_path / "x.npz", a=np.eye(4), b=np.eye(4))
+    with pytest.raises(InputError, match="one label per row: 4 rows, 3 labels"):
+        class_statistics(tmp_path / "x.npz", [0, 0, 1], column="a")
+    with pytest.raises(InputError, match="expected one matrix"):
+        class_statistics(tmp_path / "x.npz", [0, 0, 1, 1])
+
+
 @pytest.mark.parametrize(
     "call, text",
     [
+        (lambda s, p: WCCN().fit_statistics(np.eye(8)), "must be ClassStatistics, got ndarray"),
         (lambda s, p: s.update(np.ones((2, 3)), [0, 1]), "8 columns"),
         (lambda s, p: s.update(np.ones((2, 8)), [0]), "one label per row"),
         (lambda s, p: s.merge(ClassStatistics(3)), "8 columns, got 3"),
