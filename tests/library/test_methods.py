@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
+from ega import methods
+from ega.adapters import (
+    LinearAdapter,
+    PaperEGA,
+    ReleasedEGA,
+    adapter_fingerprint,
+    load_adapter,
+    save_adapter,
+    transform,
+)
 from ega.arrays import InputError, normalize
-from ega.closed_form import DiscriminantWhitening, ValidatedWCCN
+from ega.closed_form import WCCN, ClassStatistics, DiscriminantWhitening, ValidatedWCCN
 from ega.config import (
     ABLATIONS,
     BASELINES,
@@ -29,7 +38,7 @@ from ega.config import (
     uses_gradient_training,
 )
 from ega.losses import LOSSES, nca, register_loss, supcon
-from ega.methods import build_adapter, build_objective, fit_adapter, fit_closed_form_start, fit_method
+from ega.methods import build_adapter, build_objective, fit_adapter, fit_closed_form_start, fit_method, needed_rows
 from ega.metrics import cosine_std_of_negative_pairs
 
 TRAINED = [name for name in METHODS if uses_gradient_training(name)]
@@ -283,6 +292,66 @@ def test_strength_of_discriminant_whitening_is_its_discrimination(strength):
     x, y = make_data()
     found = transform(fit_adapter(small("discriminant_whitening"), x, y, strength=strength, device="cpu"), x)
     assert np.allclose(found, DiscriminantWhitening(strength, shrinkage=0.5).fit(x, y).transform(x), atol=1e-5)
+
+
+def few_steps(epochs=2, steps=2, batch_size=16):
+    "affine_nca with few steps: of batches of 4 classes with 4 rows each."
+    config = build_method_config("affine_nca", epochs=epochs)
+    return replace(config, train=replace(config.train, steps_per_epoch=steps, batch_size=batch_size))
+
+
+def test_a_training_of_few_steps_needs_few_rows():
+    y = np.random.default_rng(0).integers(10, size=1000)
+    rows = needed_rows(few_steps(), y)  # 2 * 2 * 16 places
+    assert (np.diff(rows) > 0).all() and 50 <= len(rows) <= 64 and np.bincount(y[rows]).min() >= 5
+    assert np.array_equal(needed_rows(few_steps(), y), rows)
+    assert not np.array_equal(needed_rows(replace(few_steps(), seed=1), y), rows)
+    assert np.array_equal(needed_rows(few_steps(), y[:64]), np.arange(64))
+    assert np.array_equal(needed_rows(build_method_config("supcon"), np.arange(50_000) % 9), np.arange(50_000))
+    assert 2**15 - 8 <= len(needed_rows(build_method_config("wccn"), np.arange(50_000) % 8)) <= 2**15
+    assert len(needed_rows(build_method_config("affine_nca"), np.arange(36_864) % 9)) == 36_864 == 24 * 6 * 256
+
+
+@pytest.mark.parametrize("classes", [8, 30, 33, 400])
+def test_needed_rows_keep_two_rows_of_a_class(classes):
+    "Also where most classes are small; classes that no batch can hold are left out."
+    y = np.r_[np.arange(classes).repeat(2), np.zeros(500, int), classes]
+    rows = needed_rows(few_steps(), y)
+    counts = np.bincount(y[rows])
+    assert len(rows) <= 64 and (counts[:classes][counts[:classes] > 0] >= 2).all()
+    assert (counts > 0).sum() == min(classes + 1, 32)
+
+
+def test_closed_form_of_all_rows_and_training_on_the_needed_ones(monkeypatch):
+    x, y = make_data(1000)
+    sizes, train = [], methods.train
+    monkeypatch.setattr(
+        methods, "train", lambda a, o, z, *rest, **k: sizes.append(len(z)) or train(a, o, z, *rest, **k)
+    )
+    start = fit_method(few_steps(), x, y, device="cpu").init_transform
+    assert sizes == [len(needed_rows(few_steps(), y))]
+    assert np.array_equal(start.matrix_, WCCN(center=True).fit(x, y).matrix_)
+
+
+@pytest.mark.parametrize("config", [few_steps(), build_method_config("discriminant_whitening")], ids=["trained", "not"])
+def test_needed_rows_and_statistics_replace_all_rows(config, monkeypatch):
+    monkeypatch.setattr(methods, "_SCALE_ROWS", 100)
+    x, y = make_data(1000)
+    statistics, rows = ClassStatistics(x.shape[1]).update(x, y), needed_rows(config, y)
+    whole = fit_adapter(config, x, y, strength=0.5, device="cpu")
+    part = fit_adapter(config, x[rows], y[rows], strength=0.5, statistics=statistics, device="cpu")
+    assert len(rows) <= 100 and adapter_fingerprint(whole) == adapter_fingerprint(part)
+    sample_alone = fit_adapter(config, x[rows], y[rows], strength=0.5, device="cpu")
+    assert adapter_fingerprint(sample_alone) != adapter_fingerprint(part)
+
+
+def test_statistics_of_another_kind_are_refused():
+    x, y = make_data()
+    statistics = ClassStatistics(12).update(x, y)
+    with pytest.raises(InputError, match="wccn, centered_wccn, discriminant_whitening with statistics, got 'lda'"):
+        fit_adapter(build_method_config("lda"), x, y, statistics=statistics)
+    with pytest.raises(InputError, match="12 columns, as x has, got 5"):
+        fit_adapter(build_method_config("wccn"), x, y, statistics=ClassStatistics(5))
 
 
 def test_whitened_nca_starts_from_validated_whitening():

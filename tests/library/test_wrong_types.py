@@ -28,6 +28,7 @@ from ega.closed_form import (
     LDAMap,
     PCAMap,
     ValidatedWCCN,
+    class_statistics,
     discriminant_path,
 )
 from ega.config import TrainConfig, build_method_config
@@ -137,6 +138,7 @@ def make_calls(folder):
             (fit_adapter, data | {"config": build_method_config("wccn")}, {"config": OBJECTS, "x": MATRICES}),
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"y": LABELS}),
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"device": DEVICES}),
+            (fit_adapter, data | {"config": build_method_config("wccn")}, {"statistics": OBJECTS[1:]}),
             (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
         ],
         "adapters.LinearAdapter": [(LinearAdapter, {"d": 8}, {"d": NUMBERS})],
@@ -152,7 +154,8 @@ def make_calls(folder):
             (load_adapter, {"path": out("a.safetensors")}, {"path": PATHS}),
         ],
         "closed_form.WCCN": [
-            (closed_form(WCCN), data, {"x": MATRICES, "y": LABELS, "shrinkage": NUMBERS, "power": NUMBERS[:-3]})
+            (closed_form(WCCN), data, {"x": MATRICES, "y": LABELS, "shrinkage": NUMBERS, "power": NUMBERS[:-3]}),
+            (WCCN().fit_statistics, {"statistics": statistics}, {"statistics": OBJECTS}),
         ],
         "closed_form.DiscriminantWhitening": [
             (closed_form(DiscriminantWhitening), data, dict.fromkeys(("discrimination", "shrinkage"), NUMBERS)),
@@ -167,6 +170,7 @@ def make_calls(folder):
             (statistics.subtract, {"other": ClassStatistics(8)}, {"other": OBJECTS}),
             (statistics.save, {"path": out("s.npz")}, {"path": PATHS}),
             (ClassStatistics.load, {"path": statistics.save(out("t.npz"))}, {"path": PATHS}),
+            (class_statistics, {"path": out("x.npy"), "y": y}, {"path": PATHS, "y": LABELS}),
         ],
         "closed_form.ValidatedWCCN": [
             (closed_form(ValidatedWCCN), data, dict.fromkeys(("shrinkage", "cv", "max_rows"), NUMBERS)),
