@@ -31,28 +31,32 @@ from ega.adapters import (
 )
 from ega.arrays import (
     InputError,
-    check_and_normalize,
+    as_unit_rows,
     check_feature_names,
     check_index,
+    check_matrix,
     check_number,
     check_positive_int,
     check_rows_per_class,
     encode_labels,
     import_optional,
+    iter_unit_rows,
     limit_threads,
     pick_device,
     short_repr,
 )
+from .closed_form import ClassStatistics
 from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
 from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, open_npy, read_json, short_error
-from .methods import fit_adapter
+from .methods import STATISTICS_TRANSFORMS, fit_adapter, needed_rows
 from ega.selection import (
     CANDIDATES,
     STRENGTHS,
     FitProgress,
     Selection,
     check_settings,
+    compared_rows,
     resolve_candidate,
     select_adapter,
 )
@@ -539,19 +543,27 @@ def _hub_class(estimator_class):
     return HubModel
 
 # %% ../nbs/library/23_estimator.ipynb #chosen
-def _select(estimator, x, y, progress):
-    "The Selection of an estimator that is being fitted; x (n, d) unit rows, y (n,) labels from 0, -1 unlabelled."
+def _take_unit_rows(a, rows):
+    "The rows (m, d) of the given numbers, float32 of norm 1."
+    x = as_unit_rows(a if len(rows) == len(a) else a[rows], "X")
+    return x if x.flags.writeable else x.copy()  # torch warns of arrays that cannot be written
+
+
+def _select(estimator, a, y, progress):
+    "The Selection of an estimator that is being fitted; a (n, d) from check_matrix, y (n,) labels, -1: unlabelled."
     method = estimator.method
     if estimator.max_unseen_loss is not None:
+        rows = compared_rows(y, random_state=estimator.random_state)
         return select_adapter(
-            x,
-            y,
+            _take_unit_rows(a, rows),
+            y[rows],
             estimator.candidates if method == "auto" else (method,),
             max_unseen_loss=estimator.max_unseen_loss,
             unseen_share=estimator.unseen_share,
             confidence=estimator.confidence,
             strengths=estimator.strengths,
             n_folds=estimator.cv,
+            max_rows=len(rows),
             random_state=estimator.random_state,
             n_jobs=estimator.n_jobs,
             device=estimator.device,
@@ -564,13 +576,42 @@ def _select(estimator, x, y, progress):
     reason, table = "fitted without comparison, because max_unseen_loss is None", pd.DataFrame()
     return Selection(name, strength, reason, table, None, estimator.confidence, n_classes, config)
 
-
-def _fit_selected(selection, x, y, device, progress):
-    "The selected adapter, fitted on labelled rows; the identity if the frozen embeddings were selected."
+# %% ../nbs/library/23_estimator.ipynb #fbfe0630
+def _fit_selected(selection, a, y, device, progress):
+    "The selected adapter, fitted on the labelled rows; the identity if the frozen embeddings were selected."
     if selection.frozen:
-        return LinearAdapter(x.shape[1]).eval()
-    progress.start(f"{selection.method} on all {len(x)} labelled rows")
-    return fit_adapter(selection.config, x, y, strength=selection.strength, device=device, on_epoch=progress.epoch)
+        return LinearAdapter(a.shape[1]).eval()
+    config, rows, statistics = selection.config, np.flatnonzero(y >= 0), None
+    progress.start(f"{selection.method} on all {len(rows)} labelled rows")
+    needed = rows[needed_rows(config, y[rows])]
+    if config.adapter.init_transform in STATISTICS_TRANSFORMS and len(needed) < len(rows):
+        rows, statistics = needed, ClassStatistics(a.shape[1])
+        for first, x in iter_unit_rows(a):
+            statistics.update(x, y[first : first + len(x)])
+    return fit_adapter(
+        config,
+        _take_unit_rows(a, rows),
+        y[rows],
+        strength=selection.strength,
+        statistics=statistics,
+        device=device,
+        on_epoch=progress.epoch,
+    )
+
+
+def _hash_rows_and_labels(a, labels):
+    "SHA-256 of the unit rows and labels as `hash_arrays` gives it; the hashes of the labelled rows, ascending."
+    digest, hashes = hashlib.sha256(f"{np.dtype(np.float32).str}{tuple(a.shape)}".encode()), []
+    for first, x in iter_unit_rows(a):
+        digest.update(x.data)
+        known = labels[first : first + len(x)] >= 0
+        if known.any():
+            hashes.append(hash_rows(x[known]))
+    digest.update(f"{labels.dtype.str}{labels.shape}".encode())
+    digest.update(labels.data)
+    ascending = np.sort(np.concatenate(hashes))  # np.unique takes many times as long
+    is_first = np.r_[True, ascending[1:] != ascending[:-1]]
+    return digest.hexdigest(), ascending[is_first]
 
 
 def _number_by_first_occurrence(labels):
@@ -584,22 +625,21 @@ def _fit(estimator, X, y, unlabelled, progress):
     "Do the work of `EmbeddingAdapter.fit`, after the parameters were checked; returns the estimator."
     progress.start("checking X and y")
     progress.add_steps(1)  # the fit on all labelled rows
-    x = check_and_normalize(X)
+    a = check_matrix(X)
     check_feature_names(estimator, X, reset=True)
     check_index(X, y)
-    labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+    labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
     check_rows_per_class(labels, classes)
+    data_fingerprint, row_hashes = _hash_rows_and_labels(a, labels)  # checks every row
     estimator.classes_ = classes
-    estimator.n_features_in_ = estimator._n_features_out = x.shape[1]
+    estimator.n_features_in_ = estimator._n_features_out = a.shape[1]
     numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
-    estimator.selection_ = _select(estimator, x, numbers, progress)
+    estimator.selection_ = _select(estimator, a, numbers, progress)
     estimator.cv_results_ = estimator.selection_.cv_results
     estimator.frozen_ = estimator.selection_.frozen
-    known = labels >= 0
-    estimator.adapter_ = _fit_selected(estimator.selection_, x[known], numbers[known], estimator.device, progress)
+    estimator.adapter_ = _fit_selected(estimator.selection_, a, numbers, estimator.device, progress)
     estimator.fingerprint_ = adapter_fingerprint(estimator.adapter_)
-    estimator.data_fingerprint_ = hash_arrays(x, labels)
-    estimator.fit_row_hashes_ = np.unique(hash_rows(x[known]))
+    estimator.data_fingerprint_, estimator.fit_row_hashes_ = data_fingerprint, row_hashes
     progress.finish()
     return estimator
 
@@ -678,7 +718,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     that was named in advance, on unseen classes from the same population as the seen ones. The selected one
     is the best of several, so its bound is optimistic; `unseen_bound_simultaneous` in the table covers all
     of them at once. With fewer than ``max(10, 2 * cv)`` classes nothing is compared and the frozen embeddings
-    are selected. The comparison uses at most 10,000 rows, so its time does not grow with n.
+    are selected. The comparison uses at most 10,000 rows, so its time does not grow with n. Rows are checked and
+    hashed in blocks; `affine_nca`, `wccn` and `discriminant_whitening` are fitted from sums over all rows and at
+    most 36,864 of the rows, so a memory map may be larger than the memory. Other methods hold all labelled rows.
 
     Examples
     --------
@@ -779,18 +821,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         """
         check_is_fitted(self)
         check_feature_names(self, X, reset=False)
-        by_block = isinstance(X, np.memmap) and X.ndim == 2 and len(X) > 0
-        x = X if by_block else check_and_normalize(X, self.n_features_in_)
-        step = 2**14
-
-        def blocks():
-            for first in range(0, len(x), step):
-                block = x[first : first + step]
-                if by_block:
-                    block = check_and_normalize(block, self.n_features_in_)
-                yield first, transform(self.adapter_, block, device=self.device)
-
-        return _fill_like(X, blocks(), (len(x), self.n_features_in_))
+        a = check_matrix(X, self.n_features_in_)
+        blocks = ((first, transform(self.adapter_, x, device=self.device)) for first, x in iter_unit_rows(a))
+        return _fill_like(X, blocks, (len(a), self.n_features_in_))
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

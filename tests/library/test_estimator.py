@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,12 +43,13 @@ from ega.arrays import InputError, check_and_normalize
 from ega.cli import main
 from ega.config import build_method_config
 from ega.estimator import EmbeddingAdapter
-from ega.evaluation import evaluate
+from ega.evaluation import evaluate, hash_rows
 from ega.experiments.runs import build_config, fit_and_return_transform
+from ega.files import hash_arrays
 from ega.methods import fit_adapter
 from ega.packs import EmbeddingSet, write_pack
 from ega.report import write_report
-from ega.selection import Selection
+from ega.selection import Selection, select_adapter
 from ega.vectors import open_vectors, read_embeddings, read_labels
 
 root = Path(__file__).resolve().parents[2]
@@ -394,7 +396,88 @@ def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
     )
     EmbeddingAdapter(candidates=("lda",), cv=3, verbose=True, **same).fit(x, y)
     EmbeddingAdapter("wccn", cv=3, verbose=True, **same).fit(x, y)
-    assert calls == [(("lda",), same | {"n_folds": 3}), (("wccn",), same | {"n_folds": 3})]
+    settings = same | {"n_folds": 3, "max_rows": len(x)}
+    assert calls == [(("lda",), settings), (("wccn",), settings)]
+
+
+@pytest.fixture(scope="module")
+def many_rows():
+    "More than two blocks of rows; some have norm 1, some no label."
+    rng = np.random.default_rng(0)
+    y = rng.integers(-1, 12, size=2**15 + 1000)
+    noise = rng.normal(size=(len(y), 8)) * np.r_[np.full(3, 3.0), np.full(5, 0.5)]
+    x = (rng.normal(size=(12, 8))[y] + noise).astype("f4")
+    x[::3] = ega.normalize(x[::3])
+    return x, y
+
+
+def few_steps(method="affine_nca"):
+    "A pair (name, MethodConfig) whose training needs 128 rows."
+    config = build_method_config(method, epochs=2)
+    return "few steps", replace(config, train=replace(config.train, steps_per_epoch=2, batch_size=32))
+
+
+def test_rows_are_checked_and_hashed_in_blocks_as_a_whole(many_rows):
+    x, y = many_rows
+    e = EmbeddingAdapter(few_steps(), max_unseen_loss=None).fit(x, y)
+    unit = check_and_normalize(x)
+    assert e.data_fingerprint_ == hash_arrays(unit, y)
+    assert np.array_equal(e.fit_row_hashes_, np.unique(hash_rows(unit[y >= 0])))
+    assert np.array_equal(e.transform(x), transform(e.adapter_, unit))
+    bad = x.copy()
+    bad[2**14 + 5] = np.nan
+    for call in (lambda: e.transform(bad), lambda: EmbeddingAdapter().fit(bad, y)):
+        with pytest.raises(InputError, match=r"X\[16384:32768\] has NaN or inf in 1 of 16384 rows, first in row 5;"):
+            call()
+
+
+@pytest.mark.parametrize("strength", [1.0, None])  # None: selected
+def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path):
+    x, y = many_rows
+    np.save(tmp_path / "x.npy", x)
+    settings = dict(max_unseen_loss=None) if strength else dict(max_unseen_loss=100.0, strengths=(0.5,))
+    made = [
+        EmbeddingAdapter(few_steps(), **settings).fit(rows, y)
+        for rows in (x, np.load(tmp_path / "x.npy", mmap_mode="r"), torch.from_numpy(x))
+    ]
+    assert made[0].selection_.strength == (strength or 0.5)
+    assert len({e.fingerprint_ for e in made}) == len({e.data_fingerprint_ for e in made}) == 1
+    unit, known, numbers = check_and_normalize(x), y >= 0, estimator._number_by_first_occurrence(y)
+    whole = fit_adapter(few_steps()[1], unit[known], numbers[known], strength=strength or 0.5, device="cpu")
+    assert np.allclose(made[0].transform(x), transform(whole, unit), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["linear_supcon", "lda"])
+def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, method):
+    _, x, y = fitted
+    given = check_and_normalize(x)
+    kept = given.copy()
+    given.flags.writeable = False
+    EmbeddingAdapter(method, max_unseen_loss=None).fit(given, y).transform(given)
+    assert np.array_equal(given, kept)
+
+
+def test_the_selection_is_that_of_all_rows(many_rows):
+    x, y = many_rows
+    e = EmbeddingAdapter("wccn", random_state=3).fit(x, y)
+    alone = select_adapter(check_and_normalize(x), estimator._number_by_first_occurrence(y), ["wccn"], random_state=3)
+    drop = dict(columns="seconds")
+    pd.testing.assert_frame_equal(e.selection_.table.drop(**drop), alone.table.drop(**drop))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+def test_a_memory_map_is_never_in_memory_as_a_whole(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    y = rng.integers(12, size=2**17)
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", dtype, (len(y), 64))
+    x[:] = (rng.normal(size=(12, 64))[y] + rng.normal(size=x.shape)).astype(dtype)
+    e = EmbeddingAdapter(few_steps(), max_unseen_loss=None)
+    tracemalloc.start()
+    e.fit(x, y)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * x.size, f"{peak / 2**20:.0f} MB"
 
 
 def test_fingerprint_of_the_data_covers_embeddings_and_labels(fitted):
