@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, KFold
@@ -544,6 +545,35 @@ def test_a_description_with_a_value_out_of_range_is_refused_even_with_its_hash(f
     path.write_text(json.dumps(values | {"sha256": estimator._description_hash(values)}))
     with pytest.raises(InputError, match=words):
         EmbeddingAdapter.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind, sizes", [("Linear", {"d": 12}), ("EGA", {"d": 12, "hidden": 4})])
+def test_files_of_version_0_1_0_are_refused(fitted, tmp_path, capsys, kind, sizes):
+    "By the weights; and by the description, if it lies beside weights of this version."
+    settings = {"method": "auto", "budget": 50.0, "confidence": 0.95, "candidates": ["wccn"]}
+    selection = {"method": "wccn", "alpha": 1.0, "reason": "seen +24.2", "budget": 50.0, "confidence": 0.95}
+    description = {
+        "ega": "0.1.0",
+        "settings": settings | {"alphas": [0.25, 0.5, 0.75, 1.0], "folds": 4, "seed": 0},
+        "classes": list(range(12)),
+        "n_features_in": 12,
+        "selection": selection | {"classes": 12, "table": []},
+        "fingerprint": fitted[0].fingerprint_,
+        "data_fingerprint": "0" * 64,
+    }
+    fitted[0].save(tmp_path / "a")
+    (tmp_path / "a/adapter.json").write_text(json.dumps(description))
+    with pytest.raises(InputError, match="expected the description written by EmbeddingAdapter.save.*save it again$"):
+        EmbeddingAdapter.load(tmp_path / "a")
+    header = {"kind": kind, "sizes": sizes, "fingerprint": "0" * 64}
+    save_file({"weight": torch.zeros(12, 12)}, tmp_path / "a/adapter.safetensors", {"ega": json.dumps(header)})
+    words = f"kind must be one of .*, got '{kind}'; the file was written by another version of ega: fit the adapter"
+    with pytest.raises(InputError, match=words):
+        EmbeddingAdapter.load(tmp_path / "a")
+    np.save(tmp_path / "x.npy", fitted[1])
+    assert main(["transform", str(tmp_path / "a"), str(tmp_path / "x.npy"), "-o", str(tmp_path / "z.npy")]) == 2
+    message = capsys.readouterr().err
+    assert re.search(words, message) and message.count("\n") == 1 and not (tmp_path / "z.npy").exists()
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
