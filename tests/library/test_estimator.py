@@ -194,7 +194,8 @@ def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
     z = transform(e.adapter_, x)
     assert np.array_equal(e.transform(x), z)
-    assert np.array_equal(as_transform(e).transform(x), normalize(x @ as_transform(e).matrix.T))
+    m = as_transform(e)
+    assert np.array_equal(m.transform(x), normalize(x @ m.matrix.T + m.offset)) and e.adapter_.bias
     results = {"estimator": e.transform(long), "index": as_transform(e).transform(long)}
     for name, rows in (("x", x), ("long", long)):
         np.save(tmp_path / f"{name}.npy", rows)
