@@ -794,7 +794,7 @@ def _build_from_config(path: Path, kind, sizes: dict, allow_bounded: bool = True
     if kind not in known:
         raise InputError(
             f"{path}: kind must be one of {', '.join(known)}, got {str(kind)[:40]!r}; "
-            "the file was written by another version of ega"
+            "the file was written by another version of ega: fit the adapter again"
         )
     cls, names = ADAPTER_TYPES[kind]
     if set(sizes) != set(names):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class InputError(ValueError):
     "Invalid input; the message states what was expected, what was given and what to do."
 
-# %% ../nbs/library/01_arrays.ipynb #import-optional
+
 def _missing_package(package, extra):
     "The ImportError for a package that is not installed."
     return ImportError(f"this needs the package {package!r}; install it with: pip install 'ega[{extra}]'")
@@ -81,7 +81,7 @@ def short_repr(
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
-# %% ../nbs/library/01_arrays.ipynb #check-positive-int
+
 def check_positive_int(
     n: Any,  # value to check
     name: str,  # name of the argument in error messages
@@ -219,7 +219,7 @@ def _check_range(a, single, name):
                 f"float32; scale the rows first, such as with {name} / np.abs({name}).max(axis=1, keepdims=True)"
             )
 
-# %% ../nbs/library/01_arrays.ipynb #check-embeddings
+
 def check_embeddings(
     x: "ArrayLike",  # (n, d) array, memory map, torch tensor or nested list of real numbers
     name: str = "x",  # name of the argument in error messages
@@ -369,7 +369,7 @@ def check_labels(
         raise InputError(f"{name} must hold at least {min_classes} classes, got {n_classes}; add rows of other classes")
     return a
 
-# %% ../nbs/library/01_arrays.ipynb #rows-by-class
+
 def rows_by_class(
     y: "ArrayLike",  # (n,) int labels; rows of -1 are left out
 ) -> list[np.ndarray]:  # one (m,) array of row numbers for each class; classes and rows ascending
@@ -771,7 +771,7 @@ def spawn_rngs(
     sequences = [np.random.SeedSequence(seed, spawn_key=(_spawn_key(name),)) for name in RNG_NAMES]
     return Rngs(*map(np.random.default_rng, sequences))
 
-# %% ../nbs/library/01_arrays.ipynb #torch-generator
+
 def torch_generator(
     rng: np.random.Generator,  # one number is drawn from it as the seed
     device: "torch.device | str" = "cpu",  # device of the torch generator

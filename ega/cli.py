@@ -806,17 +806,8 @@ def _data_arguments(command):
     add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
 # %% ../nbs/library/29_cli.ipynb #fit-own-arguments
-def _fit_arguments(command):
-    "Arguments of `ega fit`."
-    _data_arguments(command)
-    add = command.add_argument
-    add("-o", "--out", required=True, help="folder of the adapter; it must not exist")
-    add(
-        "--method",
-        metavar="NAME",
-        default="auto",
-        help="auto selects; or a name, such as wccn, lda or affine_nca (default: auto)",
-    )
+def _selection_arguments(add):
+    "Arguments of `ega fit` that say how candidates are compared."
     add(
         "--max-unseen-loss",
         type=_max_unseen_loss,
@@ -845,11 +836,25 @@ def _fit_arguments(command):
         metavar="N",
         help="folds compared in parallel; -1 for all cores, -2 for all but one (default: one after the other)",
     )
+
+
+def _fit_arguments(command):
+    "Arguments of `ega fit`."
+    _data_arguments(command)
+    add = command.add_argument
+    add("-o", "--out", required=True, help="folder of the adapter; it must not exist")
+    add(
+        "--method",
+        metavar="NAME",
+        default="auto",
+        help="auto selects; or a name, such as wccn, lda or affine_nca (default: auto)",
+    )
+    _selection_arguments(add)
     add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
     _add_json_and_quiet(command)
 
-
+# %% ../nbs/library/29_cli.ipynb #1f4384c4
 def _evaluate_arguments(command):
     "Arguments of `ega evaluate`."
     command.add_argument("adapter", help="the folder written by `ega fit`")

@@ -170,13 +170,11 @@ def _check_types(values, types):
 
 def _params_from_json(values):
     "Constructor arguments of a saved estimator."
-    if unknown := sorted(set(values) - set(SAVED_PARAMS)):
-        raise TypeError(f"unknown setting {unknown[0]!r}")
+    if other := sorted(set(values) ^ set(SAVED_PARAMS)):
+        raise TypeError(f"setting {other[0]!r} is {'not known' if other[0] in values else 'missing'}")
     params = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    if "method" in params:
-        params["method"] = _candidate_from_json(params["method"])
-    if "candidates" in params:
-        params["candidates"] = tuple(_candidate_from_json(c) for c in params["candidates"])
+    params["method"] = _candidate_from_json(params["method"])
+    params["candidates"] = tuple(_candidate_from_json(c) for c in params["candidates"])
     return params
 
 

@@ -53,7 +53,8 @@ class IndexTransform(NamedTuple):
     input_dim: int
     output_dim: int
     fingerprint: str  # hash of the kind and the weights
-    matrix: np.ndarray | None  # (output_dim, input_dim) of a linear adapter, else None
+    matrix: np.ndarray | None  # A (output_dim, input_dim) of a linear or affine adapter l2(A x + b), else None
+    offset: np.ndarray | None  # b (output_dim,) of an affine adapter, else None
     module: torch.nn.Module | None  # of ega.adapters, else None
 
 
@@ -66,18 +67,21 @@ def _normalize_first(transform, dim):
     return adapt
 
 
-def _from_matrix(matrix, fingerprint, module=None):
-    "Transform x -> l2(matrix @ x) of a matrix (output_dim, input_dim)."
+def _from_matrix(matrix, fingerprint, module=None, offset=None):
+    "Transform x -> l2(matrix @ x + offset) of a matrix (output_dim, input_dim) and an offset (output_dim,)."
     A = check_embeddings(matrix, "matrix")
+    b = None if offset is None else check_embeddings(offset.reshape(1, -1), "offset", dim=len(A))[0]
+    if b is not None and not b.any():
+        b = None
 
     def adapt(x):
-        return normalize(x @ A.T, "z")
+        return normalize(x @ A.T if b is None else x @ A.T + b, "z")
 
-    return IndexTransform(_normalize_first(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, module)
+    return IndexTransform(_normalize_first(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, b, module)
 
 
 def _chain(steps):
-    "Transform that applies a list of transforms in order; one matrix if all of them are linear."
+    "Transform that applies a list of transforms in order; one matrix if all have one and no later one has an offset."
     for first, second in zip(steps, steps[1:]):
         if first.output_dim != second.input_dim:
             raise InputError(
@@ -86,18 +90,18 @@ def _chain(steps):
             )
     joined = "".join(step.fingerprint for step in steps)
     fingerprint = hash_arrays(np.frombuffer(joined.encode(), np.uint8))
-    if all(step.matrix is not None for step in steps):
-        A = steps[0].matrix.astype(np.float64)
+    if all(step.matrix is not None for step in steps) and all(step.offset is None for step in steps[1:]):
+        A, b = steps[0].matrix.astype(np.float64), steps[0].offset
         for step in steps[1:]:
-            A = step.matrix @ A
-        return _from_matrix(A, fingerprint)
+            A, b = step.matrix @ A, None if b is None else step.matrix @ b.astype(np.float64)
+        return _from_matrix(A, fingerprint, offset=b)
 
     def adapt(x):
         for step in steps:
             x = step.transform(x)
         return x
 
-    return IndexTransform(adapt, steps[0].input_dim, steps[-1].output_dim, fingerprint, None, None)
+    return IndexTransform(adapt, steps[0].input_dim, steps[-1].output_dim, fingerprint, None, None, None)
 
 # %% ../nbs/library/25_index.ipynb #as-map
 def as_transform(
@@ -115,26 +119,19 @@ def as_transform(
     if isinstance(adapter, np.ndarray):
         return _from_matrix(adapter, hash_arrays(check_embeddings(adapter, "matrix")))
     if isinstance(adapter, LinearMap) and hasattr(adapter, "matrix_"):
-        fingerprint = hash_arrays(adapter.matrix_, adapter.mean_)
-        if not adapter.mean_.any():
-            return _from_matrix(adapter.matrix_.T, fingerprint)
-        input_dim, output_dim = adapter.matrix_.shape
-        return IndexTransform(
-            _normalize_first(adapter.transform, input_dim), input_dim, output_dim, fingerprint, None, None
-        )
+        offset = -adapter.mean_.astype(np.float64) @ adapter.matrix_
+        return _from_matrix(adapter.matrix_.T, hash_arrays(adapter.matrix_, adapter.mean_), offset=offset)
     if isinstance(adapter, torch.nn.Module) and hasattr(adapter, "d"):
         fingerprint = adapter_fingerprint(adapter)
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
-        if hasattr(module, "as_matrix") and not getattr(module, "bias", False):
-            return _from_matrix(module.as_matrix(), fingerprint, module)
-        return IndexTransform(
-            _normalize_first(partial(transform, module), module.d), module.d, module.d, fingerprint, None, module
-        )
+        if hasattr(module, "as_matrix"):
+            return _from_matrix(module.as_matrix(), fingerprint, module, getattr(module, "offset", None))
+        adapt = _normalize_first(partial(transform, module), module.d)
+        return IndexTransform(adapt, module.d, module.d, fingerprint, None, None, module)
     if _is_custom_adapter(adapter):
         output_dim = getattr(adapter, "dim", adapter.d)
-        return IndexTransform(
-            _normalize_first(adapter.transform, adapter.d), adapter.d, output_dim, adapter.fingerprint, None, None
-        )
+        adapt = _normalize_first(adapter.transform, adapter.d)
+        return IndexTransform(adapt, adapter.d, output_dim, adapter.fingerprint, None, None, None)
     raise InputError(
         "expected an adapter of ega.adapters, a fitted closed form or estimator, a matrix, "
         f"or an object with transform, d and fingerprint; got {type(adapter).__name__}"
@@ -151,14 +148,15 @@ def save_transform(
     adapter: Any,  # anything as_transform accepts
     folder: Path | str,  # an existing folder
 ) -> list[str]:  # names of the files written; empty where the adapter has no file format
-    "Write an adapter into a folder, as a matrix or as an adapter file."
+    "Write an adapter into a folder, as a matrix and an offset or as an adapter file."
     from safetensors.numpy import save_file
 
     m, folder = as_transform(adapter), Path(folder)
     if m.matrix is not None:
-        about = {"fingerprint": m.fingerprint, "matrix": hash_arrays(m.matrix)}
+        tensors = {"matrix": m.matrix} if m.offset is None else {"matrix": m.matrix, "offset": m.offset}
+        about = {"fingerprint": m.fingerprint, "matrix": hash_arrays(*tensors.values())}
         with atomic_write(folder / "matrix.safetensors") as temporary:
-            save_file({"matrix": m.matrix}, temporary, {"ega": json.dumps(about)})
+            save_file(tensors, temporary, {"ega": json.dumps(about)})
         return ["matrix.safetensors"]
     if m.module is None or adapter_config(m.module) is None:
         return []
@@ -190,15 +188,16 @@ def load_transform(
 
 
 def _read_matrix(path):
-    "Read the matrix that `save_transform` wrote, and check its hash."
+    "Read the matrix and the offset that `save_transform` wrote, and check their hash."
     from safetensors import SafetensorError, safe_open
 
     try:
         if not path.is_file():
             raise OSError("it is not a file")
         with safe_open(path, "np") as f:
-            about, A = json.loads(f.metadata()["ega"]), f.get_tensor("matrix")
-        m, intact = _from_matrix(A, about["fingerprint"]), about["matrix"] == hash_arrays(A)
+            about, tensors = json.loads(f.metadata()["ega"]), {name: f.get_tensor(name) for name in sorted(f.keys())}
+        m = _from_matrix(tensors["matrix"], about["fingerprint"], offset=tensors.get("offset"))
+        intact = about["matrix"] == hash_arrays(*tensors.values())
         if not isinstance(about["fingerprint"], str):
             raise TypeError("the fingerprint is not a text")
     except (SafetensorError, *READ_ERRORS) as error:
@@ -590,14 +589,14 @@ def _search_rows(index, xq, k, adapted_by):
 
 # %% ../nbs/library/25_index.ipynb #fold
 def to_pretransform(
-    adapter: Any,  # linear; anything as_transform accepts
+    adapter: Any,  # linear or affine; anything as_transform accepts
     index: Any,  # FAISS index of adapted embeddings, empty or not, or an AdaptedIndex (row numbers replace its ids)
 ) -> Any:  # faiss.IndexPreTransform that takes raw embeddings
-    "Put the matrix of a linear adapter and the normalisation in front of a FAISS index."
+    "Put the matrix and the offset of a linear or affine adapter, and the normalisation, in front of a FAISS index."
     faiss, m = import_faiss(), as_transform(adapter)
     if m.matrix is None:
         raise InputError(
-            "only a linear adapter fits into a FAISS index; use distill to approximate this one by a matrix, "
+            "only a linear or affine adapter fits into a FAISS index; use distill to approximate this one by a matrix, "
             "and check its ar_at_1"
         )
     if isinstance(index, AdaptedIndex):
@@ -605,12 +604,14 @@ def to_pretransform(
         index = index.index
     if index.d != m.output_dim:
         raise InputError(f"the index must have {m.output_dim} columns, as the adapter returns, got {index.d}")
-    matrix = faiss.LinearTransform(m.input_dim, m.output_dim, False)
-    faiss.copy_array_to_vector(m.matrix.ravel(), matrix.A)
-    matrix.is_trained = True
+    affine = faiss.LinearTransform(m.input_dim, m.output_dim, m.offset is not None)
+    faiss.copy_array_to_vector(m.matrix.ravel(), affine.A)
+    if m.offset is not None:
+        faiss.copy_array_to_vector(m.offset, affine.b)
+    affine.is_trained = True
     pretransform = faiss.IndexPreTransform(index)
     pretransform.prepend_transform(faiss.NormalizationTransform(m.output_dim, 2.0))
-    pretransform.prepend_transform(matrix)  # applied first
+    pretransform.prepend_transform(affine)  # applied first
     return pretransform
 
 # %% ../nbs/library/25_index.ipynb #regressions
@@ -671,38 +672,47 @@ def distill(
 # %% ../nbs/library/25_index.ipynb #query-only
 def map_queries_only(
     xq: np.ndarray,  # (nq, d) raw queries
-    adapter: Any,  # linear; anything as_transform accepts
-) -> np.ndarray:  # (nq, d) unit rows, for inner-product search among raw or rescaled stored rows
-    "The query map l2(A'A q)."
-    A = _matrix_of(adapter)
-    return normalize(normalize(check_embeddings(xq, "xq") @ A.T) @ A, "q")
+    adapter: Any,  # linear or affine; anything as_transform accepts
+    *,
+    rescaled: bool = False,  # whether the stored rows are those of rescale_for_query_only
+) -> np.ndarray:  # (nq, d) unit rows for inner-product search; d + 1 columns if rescaled and the adapter has an offset
+    "The queries l2(A'z) with z = l2(A q + b), for search among raw rows; among rescaled ones b.z is another column."
+    m = _linear_or_affine(adapter)
+    z = m.transform(as_unit_rows(xq, "xq", dim=m.input_dim))
+    q = z @ m.matrix
+    return normalize(q if m.offset is None or not rescaled else np.c_[q, z @ m.offset], "q")
 
 
 def rescale_for_query_only(
     xb: np.ndarray,  # (nb, d) raw stored rows
-    adapter: Any,  # linear; anything as_transform accepts
-) -> np.ndarray:  # (nb, d) rows of norm 1/||Ax||
-    "Stored rows divided by ||Ax||, with which inner-product search of `map_queries_only` is exact."
-    return check_embeddings(xb, "xb") / mapped_norms(xb, adapter)[:, None]
+    adapter: Any,  # linear or affine; anything as_transform accepts
+) -> np.ndarray:  # (nb, d) rows x / ||Ax||; with an offset (nb, d + 1) rows (x, 1) / ||Ax + b||
+    "Stored rows with which inner-product search of `map_queries_only(..., rescaled=True)` is exact."
+    m = _linear_or_affine(adapter)
+    x = as_unit_rows(xb, "xb", dim=m.input_dim)
+    x_or_x1 = x if m.offset is None else np.c_[x, np.ones(len(x), np.float32)]
+    return x_or_x1 / mapped_norms(x, m)[:, None]
 
 
 def mapped_norms(
-    x: np.ndarray,  # (n, d) raw unit rows
-    adapter: Any,  # linear; anything as_transform accepts
+    x: np.ndarray,  # (n, d) raw rows
+    adapter: Any,  # linear or affine; anything as_transform accepts
 ) -> np.ndarray:  # (n,)
-    "The norms ||Ax|| of the rows before normalisation."
-    return np.linalg.norm(check_embeddings(x) @ _matrix_of(adapter).T, axis=1)
+    "The norms ||Ax + b|| of unit rows x before the normalisation of the result."
+    m = _linear_or_affine(adapter)
+    u = as_unit_rows(x, dim=m.input_dim) @ m.matrix.T
+    return np.linalg.norm(u if m.offset is None else u + m.offset, axis=1)
 
 
-def _matrix_of(adapter):
-    "The matrix (d', d) of a linear adapter."
+def _linear_or_affine(adapter):
+    "The IndexTransform of a linear or affine adapter; `InputError` for another one."
     m = as_transform(adapter)
     if m.matrix is None:
         raise InputError(
-            "query-only search needs a linear adapter; use distill to approximate this one by a matrix, "
+            "query-only search needs a linear or affine adapter; use distill to approximate this one by a matrix, "
             "and check its ar_at_1"
         )
-    return m.matrix
+    return m
 
 # %% ../nbs/library/25_index.ipynb #even
 class QueryOnlyFit(NamedTuple):
@@ -710,27 +720,27 @@ class QueryOnlyFit(NamedTuple):
 
     matrix: np.ndarray  # (d', d)
     ar_at_1: float  # with this matrix
-    adapter_ar_at_1: float  # with the matrix of the adapter
+    adapter_ar_at_1: float  # with the matrix and the offset of the adapter
     ridge: float  # chosen from RIDGE_GRID
 
 
 def fit_query_only(
-    adapter: Any,  # linear; anything as_transform accepts
+    adapter: Any,  # linear or affine; anything as_transform accepts
     x: np.ndarray,  # (n, d) raw rows like the stored ones; no labels needed
     rng: np.random.Generator,  # decides which rows are held out
     *,
     held_out: float = 0.2,  # share of the rows used for choosing the ridge and for measuring
 ) -> QueryOnlyFit:
     "Fit a matrix for query-only search among stored rows that are not rescaled."
-    A, x = _matrix_of(adapter), as_unit_rows(x)
+    m, x = _linear_or_affine(adapter), as_unit_rows(x)
     held, fitted = _hold_out(len(x), held_out, rng)
-    z = normalize(x @ A.T)
-    candidates = list(_ridge_solutions(x[fitted], z[fitted], A))
+    z = m.transform(x)
+    candidates = list(_ridge_solutions(x[fitted], z[fitted], m.matrix))
     errors = [float(np.square(x[held] @ B.T - z[held]).sum(1).mean()) for B in candidates]
     best = int(np.argmin(errors))
     B = candidates[best]
     exact = knn(z[held], z[fitted], 1).I
-    found = [knn(map_queries_only(x[held], M), x[fitted], 1).I for M in (B, A)]
+    found = [knn(map_queries_only(x[held], adapter), x[fitted], 1).I for adapter in (B, m)]
     ar_at_1, adapter_ar_at_1 = (float((I == exact).mean()) for I in found)
     return QueryOnlyFit(B, ar_at_1, adapter_ar_at_1, RIDGE_GRID[best])
 
@@ -756,9 +766,11 @@ def _file_adapter(m):
             f"migrate needs a module of ega.adapters or a square matrix, got {m.input_dim} -> {m.output_dim} columns; "
             "build an AdaptedIndex from embeddings in memory instead"
         )
-    module = LinearAdapter(m.input_dim)
+    module = LinearAdapter(m.input_dim, bias=m.offset is not None)
     with torch.no_grad():
         module.weight.copy_(torch.from_numpy(m.matrix) - torch.eye(m.input_dim))
+        if m.offset is not None:
+            module.offset.copy_(torch.from_numpy(m.offset))
     return module.eval()
 
 
@@ -929,18 +941,20 @@ class SentenceAdapter(torch.nn.Module):
 
     def __init__(
         self,
-        adapter: Any,  # anything as_transform accepts: linear, or a module of ega.adapters
+        adapter: Any,  # anything as_transform accepts: linear, affine, or a module of ega.adapters
     ):
         super().__init__()
         self.transform = as_transform(adapter)
         if self.transform.matrix is not None:
+            offset = self.transform.offset
             self.register_buffer("matrix", torch.from_numpy(self.transform.matrix.copy()))
+            self.register_buffer("offset", None if offset is None else torch.from_numpy(offset.copy()))
         elif self.transform.module is not None:
             self.adapter = self.transform.module
         else:
             raise InputError(
-                "expected a linear adapter or a module of ega.adapters; use distill to approximate this one by a "
-                "matrix, and check its ar_at_1"
+                "expected a linear or affine adapter or a module of ega.adapters; use distill to approximate this "
+                "one by a matrix, and check its ar_at_1"
             )
 
     def forward(
@@ -949,8 +963,12 @@ class SentenceAdapter(torch.nn.Module):
     ) -> dict:  # the same dict
         "Replace the sentence embeddings by adapted unit rows."
         x = l2_normalize(features["sentence_embedding"])
-        linear = self.transform.matrix is not None
-        features["sentence_embedding"] = l2_normalize(x @ torch.as_tensor(self.matrix).T) if linear else self.adapter(x)
+        if self.transform.matrix is None:
+            z = self.adapter(x)
+        else:
+            u = x @ torch.as_tensor(self.matrix).T
+            z = l2_normalize(u if self.offset is None else u + torch.as_tensor(self.offset))
+        features["sentence_embedding"] = z
         return features
 
     def get_embedding_dimension(self) -> int:
@@ -965,7 +983,7 @@ class SentenceAdapter(torch.nn.Module):
         "Write the adapter; called by SentenceTransformer.save."
         if not save_transform(self.transform, output_path):
             kind = type(self.transform.module).__name__
-            raise InputError(f"{kind} has no file format; use an adapter of ega.adapters or a linear one")
+            raise InputError(f"{kind} has no file format; use an adapter of ega.adapters, or a linear or affine one")
         Path(output_path, "config.json").write_text(json.dumps({"fingerprint": self.transform.fingerprint}))
 
     @classmethod

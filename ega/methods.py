@@ -332,7 +332,7 @@ class AdapterPath:
         g = residual(copy.deepcopy(self.start).to(device), x_)
         return x_ + g, residual(end, x_) - g
 
-# %% ../nbs/library/18_methods.ipynb #3deaf603
+# %% ../nbs/library/18_methods.ipynb #0e139f00
 def fit_path(
     config: MethodConfig,  # or another configuration with its four fields
     x: np.ndarray,  # (n, d) unit rows

@@ -254,9 +254,9 @@ def compare_on_fold(
     return FoldComparison(changes, captured, fit_seconds, seconds)
 
 # %% ../nbs/library/22_selection.ipynb #compare-on-folds
-@limit_threads(most=1)
 def _compare_on_one_thread(*args, **kwargs):
-    return compare_on_fold(*args, **kwargs)
+    with limit_threads(most=1):
+        return compare_on_fold(*args, **kwargs)
 
 
 def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):

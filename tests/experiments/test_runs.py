@@ -116,6 +116,7 @@ def test_unknown_names_are_refused(packs):
             make()
 
 
+@pytest.mark.parametrize("method", METHODS)
 def test_method_runs_and_means_equal_those_of_its_queries(packs, method):
     rows = run_experiment(build_config("unseen", "cub100", method, **SMALL_TRAINING), packs, device="cpu").set_index(
         "query_set"

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, KFold
@@ -39,7 +40,7 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize
+from ega.arrays import InputError, check_and_normalize, normalize
 from ega.cli import main
 from ega.config import build_method_config
 from ega.estimator import EmbeddingAdapter
@@ -196,6 +197,8 @@ def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
     z = transform(e.adapter_, x)
     assert np.array_equal(e.transform(x), z)
+    m = as_transform(e)
+    assert np.array_equal(m.transform(x), normalize(x @ m.matrix.T + m.offset)) and e.adapter_.bias
     results = {"estimator": e.transform(long), "index": as_transform(e).transform(long)}
     for name, rows in (("x", x), ("long", long)):
         np.save(tmp_path / f"{name}.npy", rows)
@@ -525,6 +528,10 @@ def spoil(folder, **change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
+def spoil_settings(folder, **change):
+    spoil(folder, settings=json.loads((folder / "adapter.json").read_text())["settings"] | change)
+
+
 def spoil_selection(folder, **change):
     spoil(folder, selection=json.loads((folder / "adapter.json").read_text())["selection"] | change)
 
@@ -544,10 +551,11 @@ def shorten_fit_rows(path):
         (lambda f: (f / "adapter.json").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
         (lambda f: spoil(f, fingerprint="0" * 64), "changed after it was saved"),
         (lambda f: spoil(f, n_features_in=3), "changed after it was saved"),
-        (lambda f: spoil(f, settings={"method": "wccn", "steps": 3}), "unknown setting 'steps'"),
-        (lambda f: spoil(f, settings={"candidates": [3]}), "cannot be read"),
-        (lambda f: spoil(f, settings={"candidates": [{"name": 3, "config": {}}]}), "name is int"),
-        (lambda f: spoil(f, settings={"candidates": [{"name": "a", "config": {"x": 1}}]}), "no field"),
+        (lambda f: spoil_settings(f, steps=3), "setting 'steps' is not known"),
+        (lambda f: spoil(f, settings={"method": "wccn"}), "setting 'candidates' is missing"),
+        (lambda f: spoil_settings(f, **{"candidates": [3]}), "cannot be read"),
+        (lambda f: spoil_settings(f, **{"candidates": [{"name": 3, "config": {}}]}), "name is int"),
+        (lambda f: spoil_settings(f, **{"candidates": [{"name": "a", "config": {"x": 1}}]}), "no field"),
         (lambda f: spoil(f, selection={"table": []}), "cannot be read"),
         (lambda f: spoil_selection(f, config={"x": 1}), "no field"),
         (lambda f: spoil_selection(f, strength="1"), "strength is str"),
@@ -630,6 +638,35 @@ def test_a_description_with_a_value_out_of_range_is_refused_even_with_its_hash(f
         EmbeddingAdapter.load(tmp_path / "a")
 
 
+@pytest.mark.parametrize("kind, sizes", [("Linear", {"d": 12}), ("EGA", {"d": 12, "hidden": 4})])
+def test_files_of_version_0_1_0_are_refused(fitted, tmp_path, capsys, kind, sizes):
+    "By the weights; and by the description, if it lies beside weights of this version."
+    settings = {"method": "auto", "budget": 50.0, "confidence": 0.95, "candidates": ["wccn"]}
+    selection = {"method": "wccn", "alpha": 1.0, "reason": "seen +24.2", "budget": 50.0, "confidence": 0.95}
+    description = {
+        "ega": "0.1.0",
+        "settings": settings | {"alphas": [0.25, 0.5, 0.75, 1.0], "folds": 4, "seed": 0},
+        "classes": list(range(12)),
+        "n_features_in": 12,
+        "selection": selection | {"classes": 12, "table": []},
+        "fingerprint": fitted[0].fingerprint_,
+        "data_fingerprint": "0" * 64,
+    }
+    fitted[0].save(tmp_path / "a")
+    (tmp_path / "a/adapter.json").write_text(json.dumps(description))
+    with pytest.raises(InputError, match="expected the description written by EmbeddingAdapter.save.*save it again$"):
+        EmbeddingAdapter.load(tmp_path / "a")
+    header = {"kind": kind, "sizes": sizes, "fingerprint": "0" * 64}
+    save_file({"weight": torch.zeros(12, 12)}, tmp_path / "a/adapter.safetensors", {"ega": json.dumps(header)})
+    words = f"kind must be one of .*, got '{kind}'; the file was written by another version of ega: fit the adapter"
+    with pytest.raises(InputError, match=words):
+        EmbeddingAdapter.load(tmp_path / "a")
+    np.save(tmp_path / "x.npy", fitted[1])
+    assert main(["transform", str(tmp_path / "a"), str(tmp_path / "x.npy"), "-o", str(tmp_path / "z.npy")]) == 2
+    message = capsys.readouterr().err
+    assert re.search(words, message) and message.count("\n") == 1 and not (tmp_path / "z.npy").exists()
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
 def test_a_description_with_nan_is_no_json(fitted, tmp_path, number):
     fitted[0].save(tmp_path / "a")
@@ -643,6 +680,7 @@ def test_a_description_with_nan_is_no_json(fitted, tmp_path, number):
     "make",
     [
         lambda g: LinearAdapter(12),
+        lambda g: LinearAdapter(12, bias=True),
         lambda g: LoRAAdapter(12, rank=3, gen=g),
         lambda g: ReleasedEGA(12, hidden=16, gen=g),
         lambda g: ega.adapters.PaperEGA(12, hidden=16, gen=g),
@@ -659,7 +697,8 @@ def test_onnx_equals_torch(fitted, tmp_path, make):
         [p.add_(0.3 * torch.randn(p.shape, generator=g)) for p in e.adapter_.parameters()]
     session = onnxruntime.InferenceSession(str(e.to_onnx(tmp_path / "a.onnx")), providers=["CPUExecutionProvider"])
     for rows in (5 * x[:1], x[:7]):
-        assert np.abs(session.run(["z"], {"x": rows})[0] - e.transform(rows)).max() < 1e-5
+        z = e.adapter_(torch.from_numpy(normalize(rows))).detach().numpy()
+        assert np.abs(session.run(["z"], {"x": rows})[0] - z).max() < 1e-5
 
 
 def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):

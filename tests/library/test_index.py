@@ -1,6 +1,5 @@
 "AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +58,16 @@ x = normalize(unit(30, seed=5)[y] + 0.2 * unit(N, seed=6))
 xq = normalize(x[::9] + 0.1 * unit(100, seed=7))
 gen = torch.Generator().manual_seed(0)
 NONLINEAR = trained(ReleasedEGA(D, hidden=32, gen=gen), 0.03)
-LINEAR = trained(LinearAdapter(D))
+LINEAR, AFFINE = trained(LinearAdapter(D)), trained(LinearAdapter(D, bias=True), seed=4)
 ADAPTERS = {
     "linear": LINEAR,
     "lora": trained(LoRAAdapter(D, rank=4, gen=gen)),
     "white, linear": [WCCN(0.4).fit(x, y), LINEAR],
     "lda": LDAMap(9).fit(x, y),
     "wide": np.random.default_rng(3).normal(size=(40, D)).astype("f4"),
+    "affine": AFFINE,
+    "affine, linear": [AFFINE, LINEAR],
+    "centred": WCCN(0.4, center=True).fit(normalize(x + 0.2), y),
 }
 FACTORIES = {"Flat": {}, "IVF12,Flat": {"nprobe": 5}, "HNSW8": {"efSearch": 40}, "IVF12,SQ8": {"nprobe": 12}}
 
@@ -75,16 +77,17 @@ FACTORIES = {"Flat": {}, "IVF12,Flat": {"nprobe": 5}, "HNSW8": {"efSearch": 40},
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_transform_equals_its_matrix(kind):
-    "Compared with the matrix in float64, and with the adapter's own transform."
+    "Compared with the matrix and the offset in float64, and with the adapter's own transform."
     m, a = as_transform(ADAPTERS[kind]), ADAPTERS[kind]
-    z = x.astype("f8") @ m.matrix.astype("f8").T
+    z = x.astype("f8") @ m.matrix.astype("f8").T + (0 if m.offset is None else m.offset)
+    assert (m.offset is not None) == (kind in ("affine", "affine, linear", "centred"))
     z /= np.linalg.norm(z, axis=1, keepdims=True)
     expected = (
         a.transform(x)
         if hasattr(a, "transform")
         else transform(a, x, device="cpu")
         if isinstance(a, torch.nn.Module)
-        else transform(a[1], a[0].transform(x), device="cpu")
+        else transform(a[1], as_transform(a[0]).transform(x), device="cpu")
         if isinstance(a, list)
         else None
     )
@@ -107,7 +110,7 @@ def test_fingerprint_depends_on_weights_and_order(tmp_path):
                 for a in (*ADAPTERS.values(), NONLINEAR, [LINEAR, ADAPTERS["white, linear"][0]])
             }
         )
-        == 7
+        == 10
     )  # order counts
     assert (
         as_transform([LINEAR]).fingerprint == as_transform(LINEAR).fingerprint
@@ -120,6 +123,15 @@ def test_nonlinear_chain_is_applied_in_order():
     assert m.matrix is None and np.array_equal(
         m.transform(x), as_transform(LINEAR).transform(transform(NONLINEAR, x, device="cpu"))
     )
+
+
+def test_a_later_adapter_with_an_offset_is_applied_after_the_normalisation():
+    "l2(M l2(W x) + b) is no map l2(A x + c) of one matrix, unless the offset is 0."
+    m = as_transform([LINEAR, AFFINE])
+    z = transform(AFFINE, transform(LINEAR, x, device="cpu"), device="cpu")
+    assert m.matrix is None and m.offset is None and np.abs(m.transform(x) - z).max() < 1e-6
+    assert "linear or affine" in error_message(lambda: to_pretransform(m, faiss.IndexFlatL2(D)))
+    assert as_transform([LINEAR, LinearAdapter(D, bias=True)]).matrix is not None
 
 
 def test_estimator_and_custom_object_are_accepted():
@@ -158,15 +170,25 @@ def test_transform_is_saved_and_loaded(tmp_path, kind):
     assert "expected the adapter with fingerprint" in error_message(lambda: load_transform(tmp_path, "0" * 64))
 
 
-def test_load_transform_refuses_changed_matrix(tmp_path):
+def test_load_transform_refuses_changed_matrix_or_offset(tmp_path):
+    from safetensors import safe_open
     from safetensors.numpy import load_file, save_file
 
-    m = as_transform(LINEAR)
-    save_transform(m, tmp_path)
-    path = tmp_path / "matrix.safetensors"
-    about = {"ega": json.dumps({"fingerprint": m.fingerprint, "matrix": module.hash_arrays(m.matrix)})}
-    save_file({"matrix": load_file(path)["matrix"] + 1e-3}, path, about)
-    assert "changed after it was saved" in error_message(lambda: load_transform(tmp_path, m.fingerprint))
+    m, path = as_transform(AFFINE), tmp_path / "matrix.safetensors"
+    assert save_transform(m, tmp_path) == [path.name]
+    with safe_open(path, "np") as f:
+        tensors, about = load_file(path), f.metadata()
+    A, b = tensors["matrix"], tensors["offset"]
+    for changed, words in (
+        ({"matrix": A + np.float32(1e-3), "offset": b}, "changed after it was saved"),
+        ({"matrix": A, "offset": b + np.float32(1e-3)}, "changed after it was saved"),
+        ({"matrix": A}, "changed after it was saved"),
+        ({"matrix": A, "offset": b[:5]}, "offset must have 24 columns"),
+        ({"matrix": A, "offset": np.nan * b}, "offset has NaN"),
+        ({"offset": b}, "cannot be read"),
+    ):
+        save_file(changed, path, about)
+        assert words in error_message(lambda: load_transform(tmp_path, m.fingerprint)), list(changed)
     path.write_bytes(b"junk")
     assert "cannot be read" in error_message(lambda: load_transform(tmp_path, m.fingerprint))
 
@@ -175,7 +197,7 @@ def test_load_transform_refuses_changed_matrix(tmp_path):
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
-@pytest.mark.parametrize("kind", ("linear", "lda", "nonlinear"))
+@pytest.mark.parametrize("kind", ("linear", "lda", "affine", "nonlinear"))
 def test_search_equals_transform_then_search(factory, kind):
     "The reference is a FAISS index of embeddings adapted beforehand; the batch size does not change the result."
     a = ADAPTERS.get(kind, NONLINEAR)
@@ -290,6 +312,23 @@ def test_migrate_refuses_unknown_factory_before_writing(tmp_path):
 # -- on disk -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ("affine", "affine, linear", "centred"))
+def test_affine_adapter_is_loaded_with_an_index(tmp_path, kind):
+    "The reference is the search among rows adapted by the modules themselves."
+    before = AdaptedIndex(ADAPTERS[kind]).add(x)
+    before.save(tmp_path / "i")
+    after = AdaptedIndex.load(tmp_path / "i")
+    steps = ADAPTERS[kind] if isinstance(ADAPTERS[kind], list) else [ADAPTERS[kind]]
+    z, zq = x, xq
+    for a in steps:
+        z, zq = (a.transform(v) if hasattr(a, "transform") else transform(a, v, device="cpu") for v in (z, zq))
+    expected = knn(zq, z, 4)
+    found = after.search(xq, 4)
+    clear = (np.diff(expected.D, axis=1) > 1e-5).all(1)
+    assert np.abs(found.D - expected.D).max() < 1e-5 and (found.I == expected.I)[clear].all() and clear.mean() > 0.8
+    assert np.array_equal(after.search(xq, 4).D, before.search(xq, 4).D)
+
+
 def test_interrupted_save_leaves_old_index(tmp_path, monkeypatch):
     first = AdaptedIndex(LINEAR, "HNSW8").add(x)
     first.save(tmp_path / "i")
@@ -360,6 +399,19 @@ def test_pretransform_adds_raw_embeddings():
     assert np.array_equal(with_ids.search(xq, 5)[1] - 50, folded.search(xq, 5)[1])
 
 
+def test_pretransform_of_affine_adapter_holds_the_offset(tmp_path):
+    "FAISS alone: the two transforms in front of the index return what the module returns, also from a file."
+    index = to_pretransform(AFFINE, faiss.IndexFlatL2(D))
+    index.add(x)
+    faiss.write_index(index, str(tmp_path / "f"))
+    again, z = faiss.read_index(str(tmp_path / "f")), transform(AFFINE, x, device="cpu")
+    u = x
+    for i in range(again.chain.size()):
+        u = faiss.downcast_VectorTransform(again.chain.at(i)).apply(u)
+    stored = faiss.downcast_index(again.index).reconstruct_n(0, N)
+    assert np.abs(u - z).max() < 1e-5 and np.abs(stored - z).max() < 1e-5
+
+
 def test_pretransform_refuses_nonlinear_and_wrong_width():
     assert "linear" in error_message(
         lambda: to_pretransform(NONLINEAR, faiss.IndexFlatL2(D))
@@ -401,14 +453,25 @@ def test_distill_measures_on_held_out_rows():
 def test_query_only_search_of_rescaled_rows_is_exact(kind):
     "Inner products are the cosines of adapted rows times a factor of the query; the scale of A does not matter."
     m = as_transform(ADAPTERS[kind])
-    cosines, scores = m.transform(xq) @ m.transform(x).T, map_queries_only(xq, m) @ rescale_for_query_only(x, m).T
-    factor = (scores / cosines)[:, :1]
-    assert (
-        np.allclose(scores, factor * cosines, atol=2e-5)
-        and (factor > 0).all()
-        and np.abs(np.linalg.norm(rescale_for_query_only(x, m), axis=1) * mapped_norms(x, m) - 1).max() < 1e-5
-    )
-    assert np.allclose(map_queries_only(xq, 5 * m.matrix), map_queries_only(xq, m), atol=1e-6)
+    cosines, rows = m.transform(xq) @ m.transform(x).T, rescale_for_query_only(x, m)
+    scores = map_queries_only(xq, m, rescaled=True) @ rows.T
+    factor = (scores * cosines).sum(1, keepdims=True) / np.square(cosines).sum(1, keepdims=True)
+    assert np.allclose(scores, factor * cosines, atol=2e-5) and (factor > 0).all()
+    columns = x if m.offset is None else np.c_[x, np.ones(N)]
+    assert np.abs(rows * mapped_norms(x, m)[:, None] - columns).max() < 1e-5
+    if m.offset is None:
+        assert np.allclose(map_queries_only(xq, 5 * m.matrix), map_queries_only(xq, m), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_query_only_search_of_raw_rows_ranks_by_the_cosine_times_the_norm(kind):
+    "z_q.(A x + b) = z_q.z ||A x + b||; the term z_q.b is the same for all rows. Rows of any norm but 0."
+    m = as_transform(ADAPTERS[kind])
+    scores = map_queries_only(3 * xq, m).astype("f8") @ x.T
+    expected = m.transform(xq).astype("f8") @ (m.transform(x) * mapped_norms(2 * x, m)[:, None]).T
+    change, wanted = scores - scores[:, :1], expected - expected[:, :1]
+    factor = (change * wanted).sum(1, keepdims=True) / np.square(wanted).sum(1, keepdims=True)
+    assert scores.shape == expected.shape and (factor > 0).all() and np.abs(change - factor * wanted).max() < 2e-5
 
 
 def test_fit_query_only_reduces_variation_of_norms():
@@ -419,6 +482,13 @@ def test_fit_query_only_reduces_variation_of_norms():
         return mapped_norms(x, A).std() / mapped_norms(x, A).mean()
 
     assert spread(done.matrix) < spread(m) and done.ar_at_1 >= done.adapter_ar_at_1
+    affine = fit_query_only(AFFINE, x, np.random.default_rng(0))  # measured against the adapter with its offset
+    out = np.random.default_rng(0).permutation(N)
+    held, fitted, z = out[:180], out[180:], as_transform(AFFINE).transform(x)
+    exact = knn(z[held], z[fitted], 1).I
+    for adapter, share in ((affine.matrix, affine.ar_at_1), (AFFINE, affine.adapter_ar_at_1)):
+        assert (knn(map_queries_only(x[held], adapter), x[fitted], 1).I == exact).mean() == share
+    assert spread(affine.matrix) < spread(AFFINE)
     assert "linear" in error_message(
         lambda: fit_query_only(NONLINEAR, x, np.random.default_rng(0))
     ) and "linear" in error_message(lambda: map_queries_only(x, NONLINEAR))
@@ -437,7 +507,7 @@ def pack(path):
     return path
 
 
-@pytest.mark.parametrize("kind", ("linear", "white, linear", "nonlinear"))
+@pytest.mark.parametrize("kind", ("linear", "white, linear", "affine", "affine, linear", "centred", "nonlinear"))
 @pytest.mark.parametrize("ending", (".npy", ".parquet"))
 def test_migrated_version_equals_index_built_in_memory(tmp_path, kind, ending):
     a = ADAPTERS.get(kind, NONLINEAR)
@@ -544,7 +614,7 @@ def test_migrate_refuses_unsupported_input(tmp_path):
 # -- SentenceAdapter --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ("white, linear", "lda", "nonlinear"))
+@pytest.mark.parametrize("kind", ("white, linear", "lda", "affine", "nonlinear"))
 def test_sentence_transformer_with_adapter_is_saved_and_loaded(tmp_path, monkeypatch, kind):
     "Random token vectors and a word tokenizer: the model encodes texts to adapted unit rows, also after save and load."
     st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'ega[offline]'")
@@ -572,6 +642,13 @@ def test_sentence_transformer_with_adapter_is_saved_and_loaded(tmp_path, monkeyp
         and again[-1].transform.fingerprint == as_transform(a).fingerprint
     )
     assert not [f for f in (tmp_path / "m").rglob("*") if f.suffix in (".bin", ".pkl", ".pt")]
+
+
+@pytest.mark.parametrize("kind", (*ADAPTERS, "nonlinear"))
+def test_sentence_adapter_returns_adapted_rows(kind):
+    a = ADAPTERS.get(kind, NONLINEAR)
+    z = SentenceAdapter(a)({"sentence_embedding": torch.from_numpy(3 * x)})["sentence_embedding"]
+    assert np.abs(z.detach().numpy() - as_transform(a).transform(x)).max() < 1e-5
 
 
 def test_sentence_adapter_has_no_trainable_parameters_and_refuses_nonlinear_chains():

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from ega.adapters import LinearAdapter
+from ega.adapters import LinearAdapter, transform
 from ega.arrays import normalize
 from ega.closed_form import WCCN, LDAMap
 from ega.index import as_transform
@@ -24,6 +25,10 @@ def unit(n, seed):
 x, xq = unit(N, 0), unit(20, 1)
 SET = EmbeddingSet(x, y, [f"ü'{i}" for i in range(N)], ["train", "test"] * (N // 2), tuple("abcdefghij"), {})
 WHITENING, LDA = WCCN(0.3).fit(x, y), LDAMap(5).fit(x, y)
+AFFINE = LinearAdapter(D, bias=True).eval()
+with torch.no_grad():
+    AFFINE.weight.copy_(0.2 * torch.from_numpy(unit(D, 3)))
+    AFFINE.offset.copy_(0.5 * torch.from_numpy(unit(1, 4)[0]))
 
 
 @pytest.fixture
@@ -32,6 +37,8 @@ def table(tmp_path):
 
 
 def exact(adapter, k):
+    if adapter is AFFINE:
+        return knn(transform(adapter, xq, device="cpu"), transform(adapter, x, device="cpu"), k)
     m = as_transform(adapter)
     return knn(m.transform(xq), m.transform(x), k)
 
@@ -46,7 +53,7 @@ def test_table_contains_the_embedding_set(table):
     assert np.array_equal(rows["vector"].combine_chunks().flatten().to_numpy().reshape(N, -1), x)
 
 
-@pytest.mark.parametrize("adapter", (WHITENING, LDA), ids=("square", "narrow"))
+@pytest.mark.parametrize("adapter", (WHITENING, LDA, AFFINE), ids=("square", "narrow", "affine"))
 def test_migrated_table_equals_exact_search(table, adapter):
     activate(table, migrate_table(table, adapter, batch_size=77))
     found, expected = AdaptedTable(table, adapter).search(xq, 5), exact(adapter, 5)

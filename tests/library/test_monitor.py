@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ega.adapters import LinearAdapter, ReleasedEGA
+from ega.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
 from ega.index import as_transform
@@ -26,15 +26,21 @@ cone = unit(200, 20, 0.8)
 WHITE, MLP = WCCN(0.3).fit(gallery, y), ReleasedEGA(D, hidden=16, gen=torch.Generator().manual_seed(0)).eval()
 with torch.no_grad():
     MLP.branch[3].weight.add_(0.2)
+AFFINE = LinearAdapter(D, bias=True).eval()
+with torch.no_grad():
+    AFFINE.weight.copy_(0.2 * torch.from_numpy(unit(D, 21)))
+    AFFINE.offset.copy_(0.5 * torch.from_numpy(unit(1, 22)[0]))
 
 
-@pytest.mark.parametrize("adapter", (WHITE, MLP, LDAMap(4).fit(gallery, y)), ids=("whitening", "mlp", "narrow"))
+@pytest.mark.parametrize(
+    "adapter", (WHITE, MLP, LDAMap(4).fit(gallery, y), AFFINE), ids=("whitening", "mlp", "narrow", "affine")
+)
 def test_signals_by_brute_force(adapter):
     x, m = unit(30, 1), as_transform(adapter)
     found, z, zb = (
         query_signals(x, adapter, gallery, k=7),
-        m.transform(x).astype("f8"),
-        m.transform(gallery).astype("f8"),
+        (transform(adapter, x, device="cpu") if adapter is AFFINE else m.transform(x)).astype("f8"),
+        (transform(adapter, gallery, device="cpu") if adapter is AFFINE else m.transform(gallery)).astype("f8"),
     )
     for i in range(30):
         before, after = (
@@ -174,7 +180,7 @@ def test_default_gallery_is_every_other_row():
     assert np.array_equal(a.gallery, b.gallery) and a.check(unit(9, 15)) == b.check(unit(9, 15))
 
 
-@pytest.mark.parametrize("adapter", (WHITE, MLP), ids=("matrix", "module"))
+@pytest.mark.parametrize("adapter", (WHITE, MLP, AFFINE), ids=("matrix", "module", "affine"))
 def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
     m = Monitor.fit(unit(100, 16), adapter, gallery, significance=0.1, horizon=7)
     m.check(unit(5, 17))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_runs import make_packs
 
 from ega import transform as transform_module
-from ega.adapters import LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
+from ega.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 from ega.arrays import InputError, as_unit_rows, normalize
 from ega.experiments import throughput
 from ega.experiments.grids import ResultStore, run_grid_ray
@@ -233,6 +233,25 @@ def test_adapter_from_a_file_and_adapter_is_not_changed(tmp_path):
     for name, adapter in (("a.npy", f), ("b.npy", str(save_adapter(f, tmp_path / "f.safetensors")))):
         transform_file(adapter, tmp_path / "x.npy", tmp_path / name, **ONE)
     assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes() and f.training
+
+
+def test_affine_adapter_adapts_files_as_in_float64(tmp_path, small_blocks):
+    "Given as a module and as a file; compared with l2(M x + b)."
+    x, f = unit_rows(250), LinearAdapter(D, bias=True)
+    rng = np.random.default_rng(1)
+    W, b = 0.2 * rng.standard_normal((D, D)), 0.2 * rng.standard_normal(D)
+    with torch.no_grad():
+        f.weight.copy_(torch.from_numpy(W))
+        f.offset.copy_(torch.from_numpy(b))
+    z = x + x @ W.T + b
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    np.save(tmp_path / "x.npy", x)
+    pq.write_table(pa.table({"v": list_array(x)}), tmp_path / "x.parquet")
+    for name, adapter in (("a", f.eval()), ("b", save_adapter(f, tmp_path / "f.safetensors"))):
+        npy, parquet = tmp_path / f"{name}.npy", tmp_path / f"{name}.parquet"
+        transform_file(adapter, tmp_path / "x.npy", npy, **ONE)
+        transform_file(adapter, tmp_path / "x.parquet", parquet, column="v", **ONE)
+        assert np.abs(np.load(npy) - z).max() < 1e-6 and np.abs(vectors(parquet) - z).max() < 1e-6
 
 
 def test_bfloat16_is_close_to_float32_and_not_the_default(tmp_path):
