@@ -108,6 +108,12 @@ class AdapterConfig:
                     f"AdapterConfig.{name} must be given for kind {self.kind!r} with init_transform "
                     f"{self.init_transform!r}, got None"
                 )
+        for name in ("hidden", "rank", "scale", "shrinkage"):
+            if name not in needed and getattr(self, name) is not None:
+                raise InputError(
+                    f"AdapterConfig.{name} has no effect for kind {self.kind!r} with init_transform "
+                    f"{self.init_transform!r}, got {getattr(self, name)!r}; leave it out"
+                )
         for name in ("hidden", "rank"):
             if getattr(self, name) is not None:
                 check_positive_int(getattr(self, name), f"AdapterConfig.{name}")
@@ -141,6 +147,8 @@ class LossConfig:
         check_number(self.lam, "LossConfig.lam", minimum=0)
         if not isinstance(self.self_positive, bool):
             raise InputError(f"LossConfig.self_positive must be True or False, got {short_repr(self.self_positive)}")
+        if self.self_positive and self.sampler != "dataset":
+            raise InputError("LossConfig.self_positive has no effect without sampler 'dataset'; leave it out")
         if self.options is not None:
             from ega.losses import check_loss_options
 
@@ -313,7 +321,7 @@ def check_method(
     method: Any,  # value to check
 ) -> str:
     "Return a name that `METHODS` has, or raise `InputError`, which suggests similar names."
-    if isinstance(method, str) and method in METHODS:
+    if isinstance(method, str) and isinstance(METHODS.get(method), MethodPreset):
         return method
     names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or ["wccn", "lda", "affine_nca"]
     raise InputError(

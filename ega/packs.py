@@ -50,6 +50,11 @@ def _check_set(embeddings):
     y = check_labels(embeddings.y, len(x), min_classes=0)
     ids = _as_texts([str(i) for i in range(len(x))] if embeddings.ids is None else embeddings.ids, "ids")
     split = np.full(len(x), "") if embeddings.split is None else _as_texts(embeddings.split, "split")
+    if embeddings.classes is None and y.max() >= 10**6:  # every number below it would become a class name
+        raise InputError(
+            f"without names of classes the labels must be below 1,000,000, got {y.max()}; number the classes from 0, "
+            "such as with np.unique(y, return_inverse=True)"
+        )
     names = range(y.max() + 1) if embeddings.classes is None else embeddings.classes
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise InputError(f"classes must be a sequence of texts, got {names!r}")

@@ -65,6 +65,8 @@ def resolve_candidate(
             f"candidate {name!r} must come with a MethodConfig, got {type(config).__name__}; "
             "see ega.config.build_method_config"
         )
+    if name == "frozen":
+        raise InputError("the name 'frozen' is reserved for the embeddings as they are; choose another name")
     return Candidate(str(name), MethodConfig(config.adapter, config.loss, config.train, config.seed))
 
 # %% ../nbs/library/22_selection.ipynb #leave-classes-out

@@ -102,9 +102,13 @@ def _loss_of_batch(loss: Callable, name: str, z: torch.Tensor, *args) -> torch.T
         raise InputError(
             f"loss {name} raised {type(error).__name__} on a batch of shape {tuple(z.shape)}: {short_error(error)}"
         ) from error
-    if not isinstance(value, torch.Tensor) or value.shape != ():
-        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"loss {name} must return a scalar tensor, got {got}; return the mean over the batch")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"loss {name} must return a scalar tensor of real numbers, got {got}; compute it with torch")
+    if value.shape != ():
+        raise InputError(
+            f"loss {name} must return a scalar tensor, got shape {tuple(value.shape)}; return the mean over the batch"
+        )
     if z.requires_grad and not value.requires_grad:
         raise InputError(
             f"loss {name} has no gradient in the embeddings z, so it cannot train an adapter; "

@@ -108,7 +108,7 @@ def test_parse_config_round_trip(method):
 
 
 def test_parse_config_keeps_added_fields_that_are_not_default():
-    loss, train = LossConfig("triplet", self_positive=True), TrainConfig(schedule="constant")
+    loss, train = LossConfig("triplet", sampler="dataset", self_positive=True), TrainConfig(schedule="constant")
     config = MethodConfig(AdapterConfig("linear"), loss, train)
     assert parse_config(MethodConfig, json.dumps(config_to_dict(config))) == config
 
@@ -148,7 +148,7 @@ def test_parse_config_takes_whole_numbers_for_floats():
     "kind, cls", [("ega_paper", PaperEGA), ("ega_released", ReleasedEGA), ("linear", LinearAdapter)]
 )
 def test_build_adapter(kind, cls):
-    adapter = build_adapter(AdapterConfig(kind, hidden=4), 6, torch.Generator())
+    adapter = build_adapter(AdapterConfig(kind, hidden=None if kind == "linear" else 4), 6, torch.Generator())
     assert type(adapter) is cls and adapter.d == 6
 
 
@@ -384,7 +384,10 @@ def test_library_does_not_import_experiments(module):
     [
         (lambda: AdapterConfig(3), "AdapterConfig.kind must be one of identity, linear, .*, got 3"),
         (lambda: AdapterConfig("lora", rank=2.5, scale=1.0), "AdapterConfig.rank must be an integer >= 1, got 2.5"),
-        (lambda: AdapterConfig("linear", shrinkage=5), r"AdapterConfig.shrinkage must be .* in \[0, 1\], got 5"),
+        (
+            lambda: AdapterConfig("linear", init_transform="wccn", shrinkage=5),
+            r"AdapterConfig.shrinkage must be .* in \[0, 1\], got 5",
+        ),
         (lambda: AdapterConfig(init_transform="wccn"), "AdapterConfig.shrinkage must be given .* 'wccn', got None"),
         (lambda: LossConfig(3), "LossConfig.kind must be the name of a registered loss, got 3"),
         (lambda: LossConfig("supcon", tau=0), "LossConfig.tau must be a finite number > 0, got 0"),
@@ -455,3 +458,23 @@ def test_fit_adapter_takes_unit_rows_in_any_container():
         assert np.array_equal(fitted.weight.detach(), fit_adapter(build_method_config(method), x, y).weight.detach())
         with pytest.raises(InputError, match="x must have unit rows"):
             fit_adapter(build_method_config(method), 3 * x, y, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: AdapterConfig("linear", rank=4), "AdapterConfig.rank has no effect for kind 'linear'"),
+        (lambda: AdapterConfig("linear", shrinkage=0.3), "AdapterConfig.shrinkage has no effect"),
+        (lambda: AdapterConfig("lora", rank=4, scale=1.0, hidden=3), "AdapterConfig.hidden has no effect"),
+        (lambda: LossConfig("supcon", tau=0.1, self_positive=True), "self_positive has no effect"),
+    ],
+)
+def test_settings_without_effect_are_refused(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def test_entry_of_another_type_is_no_method(monkeypatch):
+    monkeypatch.setitem(METHODS, "bad", 3)
+    with pytest.raises(InputError, match="method must be a key of ega.config.METHODS"):
+        build_method_config("bad")

@@ -504,3 +504,10 @@ def test_split_save_and_load(tmp_path):
             Split.load(path)
     with pytest.raises(InputError, match="none.json"):
         Split.load(tmp_path / "none.json")
+
+
+def test_huge_labels_without_names_are_refused():
+    "They would become a million names of classes and more."
+    with pytest.raises(InputError, match="below 1,000,000, got 1000000000; number the classes from 0"):
+        EmbeddingSet(np.eye(2), [5, 10**9])
+    assert len(EmbeddingSet(np.eye(2), [5, 999_999]).classes) == 10**6

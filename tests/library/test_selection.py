@@ -378,7 +378,7 @@ def test_arguments_out_of_range_are_named():
         (dict(candidates=[3]), "candidate"),
         (dict(candidates="wccn"), r"write \('wccn',\)"),
         (dict(candidates=["wccn", ("wccn", own)]), "distinct names"),
-        (dict(candidates=[("frozen", own)]), "distinct names"),
+        (dict(candidates=[("frozen", own)]), "reserved"),
         (dict(strengths=()), "strengths must be"),
         (dict(strengths=0.5), "strengths must be"),
         (dict(strengths=(0.5, 2.0)), "strengths must be"),
@@ -439,3 +439,8 @@ def test_frozen_by_name_says_that_nothing_was_compared():
         normalize(np.random.default_rng(0).normal(size=(24, 4))), np.repeat(np.arange(12), 2), ["frozen"]
     )
     assert s.frozen and s.reason == "only the frozen embeddings were named, so nothing was compared"
+
+
+def test_own_configuration_cannot_be_called_frozen():
+    with pytest.raises(InputError, match="'frozen' is reserved"):
+        resolve_candidate(("frozen", resolve_candidate("wccn").config))

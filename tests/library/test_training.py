@@ -314,8 +314,9 @@ def missing_name(z, y):
     [
         (lambda z, y: z, r"loss <lambda> must return a scalar tensor, got shape \(32, 20\); return the mean"),
         (lambda z, y: z.sum().reshape(1), r"must return a scalar tensor, got shape \(1,\)"),
-        (lambda z, y: z.sum().item(), "must return a scalar tensor, got float"),
-        (lambda z, y: None, "must return a scalar tensor, got NoneType"),
+        (lambda z, y: z.sum().item(), "must return a scalar tensor of real numbers, got float"),
+        (lambda z, y: z.sum() * 1j, "of real numbers, got dtype torch.complex64"),
+        (lambda z, y: None, "must return a scalar tensor of real numbers, got NoneType"),
         (lambda z, y: z.detach().sum(), "loss <lambda> has no gradient in the embeddings z, so it cannot train"),
         (lambda z, y: torch.ones(()), "has no gradient in the embeddings z"),
         (missing_name, r"loss missing_name raised NameError on a batch of shape \(32, 20\): name 'nothing' is not def"),
