@@ -48,7 +48,7 @@ from ega.arrays import (
 from .closed_form import ClassStatistics
 from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
-from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, open_npy, read_json, short_error
+from .files import READ_ERRORS, atomic_write, check_output, check_path, hash_arrays, open_npy, read_json, short_error
 from .methods import STATISTICS_TRANSFORMS, fit_adapter, needed_rows
 from ega.selection import (
     CANDIDATES,
@@ -370,11 +370,12 @@ class _SaveLoadMixin:
         sklearn.exceptions.NotFittedError
             If `fit` was not called.
         InputError
-            If a file of that name was not written by `save`.
+            If a file of that name was not written by `save`, or the folder takes no files.
         """
         check_is_fitted(self)
         weights, description = _file_pair(path)
         _check_save_path(path, description)
+        check_output(weights, endings=(".safetensors",), overwrite=True)
         save_adapter(self.adapter_, weights)
         _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
         with atomic_write(description) as temporary:

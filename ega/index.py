@@ -241,6 +241,15 @@ def _check_ids(ids, n, existing):
     return ids
 
 
+def _check_ids_complete(index):
+    "Raise `InputError` if the FAISS index holds rows without ids, as after an interrupted `add`."
+    if index.index.ntotal != len(index.ids):
+        raise InputError(
+            f"the index holds {index.index.ntotal} rows, but {len(index.ids)} ids, because an add was interrupted; "
+            "build the index anew, or load it again"
+        )
+
+
 def _check_adapted_by(m, fingerprint):
     "Raise `InputError` if embeddings were adapted by an adapter other than `m`."
     if fingerprint != m.fingerprint:
@@ -379,6 +388,7 @@ def _check_file_name(name, where):
 # %% ../nbs/library/25_index.ipynb #load-index
 def _write_index(index, folder):
     "Write an index into a folder, `about.json` last, and delete the files of the index that it replaces."
+    _check_ids_complete(index)
     folder = check_path(folder, "folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder; name a new one")
@@ -505,6 +515,8 @@ class AdaptedIndex(_IndexFiles):
     def add(self, x: Any, ids: Any = None, *, adapted_by: str | None = None, batch_size: int = 8192) -> "AdaptedIndex":
         """Adapt embeddings and add them; an index that needs training is trained by the first call.
 
+        All rows are checked before the first is added. After an interruption the index refuses further calls.
+
         Parameters
         ----------
         x : (n, d) array, memory map or tensor
@@ -519,7 +531,8 @@ class AdaptedIndex(_IndexFiles):
         Raises
         ------
         InputError
-            If the dimension, an id or `adapted_by` is wrong, or there are too few rows for training the index.
+            If the dimension, a row, an id or `adapted_by` is wrong, or there are too few rows for training the
+            index; nothing is added then.
         """
         return _add_rows(self, x, ids, adapted_by, batch_size)
 
@@ -531,20 +544,37 @@ class AdaptedIndex(_IndexFiles):
         xq : (nq, d) array
             Raw queries of any norm but 0, or adapted ones if `adapted_by` is given.
         k : int, default 10
-            Neighbours of each query.
+            Neighbours of each query; at most the rows of the index are returned.
         adapted_by : str, optional
             Fingerprint of the adapter that has already adapted `xq`.
 
         Returns
         -------
         Neighbours
-            `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids; inf and -1 or "" where there are fewer.
+            `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids; inf and -1 or "" where fewer are found.
         """
         return _search_rows(self, xq, k, adapted_by)
 
 # %% ../nbs/library/25_index.ipynb #index-search
+def _check_rows(x, dim, batch_size):
+    "Raise `InputError` for the first row that cannot be brought to norm 1; reads the rows in batches."
+    for i in range(0, len(x), batch_size):
+        try:
+            as_unit_rows(x[i : i + batch_size], dim=dim)
+        except InputError:
+            for row in range(i, min(i + batch_size, len(x)) if i else 0):  # its own message counts from row i
+                try:
+                    as_unit_rows(x[row : row + 1], dim=dim)
+                except InputError as error:
+                    raise InputError(
+                        f"row {row} of x must hold finite numbers that are not all 0; drop or repair such rows"
+                    ) from error
+            raise
+
+
 def _add_rows(index, x, ids, adapted_by, batch_size):
-    "Adapt and add embeddings in batches; returns the index."
+    "Adapt and add embeddings in batches, after all of them were checked; returns the index."
+    _check_ids_complete(index)
     m, faiss_index = index.adapter, index.index
     if adapted_by is not None:
         _check_adapted_by(m, adapted_by)
@@ -555,6 +585,7 @@ def _add_rows(index, x, ids, adapted_by, batch_size):
     if len(np.shape(x)) != 2 or x.shape[1] != dim:
         raise InputError(f"x must have shape (n, {dim}), got {np.shape(x)}; were the vectors made by another encoder?")
     new = _check_ids(ids, len(x), index.ids)
+    _check_rows(x, dim, batch_size)
 
     def adapt(rows):
         if adapted_by is None:
@@ -572,7 +603,8 @@ def _add_rows(index, x, ids, adapted_by, batch_size):
 
 def _search_rows(index, xq, k, adapted_by):
     "Adapt and search queries; row numbers of FAISS become ids."
-    k = check_positive_int(k, "k")
+    _check_ids_complete(index)
+    k = min(check_positive_int(k, "k"), max(1, len(index)))
     if adapted_by is None:
         z = index.adapter.transform(xq)
     else:

@@ -204,6 +204,11 @@ def _check_names(table, columns):
         raise InputError(f"the table has no column {missing[0]!r}, only {', '.join(table.schema.names)}")
 
 
+def _clip_k(table, k):
+    "The number of neighbours, at most the rows of the table, and 1 for an empty one."
+    return min(check_positive_int(k, "k"), max(1, table.count_rows()))
+
+
 def _check_condition(where):
     "Raise `InputError` unless a condition is a text or missing."
     if where is not None and (not isinstance(where, str) or not where.strip()):
@@ -263,7 +268,8 @@ class AdaptedTable:
         _check_condition(where)
         z = self.adapter.transform(check_embeddings(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
-        query = query.limit(check_positive_int(k, "k")).select([*(columns or [self.id_column]), "_distance"])
+        k = _clip_k(self.table, k)
+        query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
         query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
         found = _run_query(query, where, self.table.schema.names)
@@ -279,7 +285,8 @@ class AdaptedTable:
         where: str | None = None,  # SQL condition on the rows
         nprobes: int | None = None,  # lists of an IVF index to search
     ) -> Neighbours:  # D (nq, k) squared L2, I (nq, k) ids
-        "Ids and distances; missing neighbours have distance infinity and id -1 or an empty text."
+        "Ids and distances, at most as many as rows; missing ones have distance infinity and id -1 or an empty text."
+        k = _clip_k(self.table, k)
         found, n = self.rows(xq, k, where=where, nprobes=nprobes), len(xq)
         query, ids = found["query_index"].to_numpy(), found[self.id_column].to_numpy(zero_copy_only=False)
         rank = np.arange(len(query)) - np.searchsorted(query, query)  # within its query

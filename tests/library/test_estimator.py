@@ -128,6 +128,13 @@ def named(x, prefix="dim"):
     return pd.DataFrame(x, columns=[f"{prefix}{i}" for i in range(x.shape[1])])
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("name", ("x", "x.safetensors"))
+def test_save_refuses_a_folder_that_takes_no_files(fitted, name):
+    with pytest.raises(InputError, match="cannot be written, because no file can be made there"):
+        fitted[0].save(f"/proc/{name}")
+
+
 def test_columns_of_a_dataframe_are_kept_and_compared(fitted, tmp_path):
     _, x, y = fitted
     frame = named(x)

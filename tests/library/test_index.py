@@ -241,20 +241,54 @@ def test_ids_are_returned_and_saved(tmp_path, ids):
 
 
 def test_missing_neighbours_are_padded():
-    numbers, texts, empty = (
-        AdaptedIndex(LINEAR).add(x[:2], [5, 9]),
-        AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]),
-        AdaptedIndex(LINEAR),
-    )
-    assert numbers.search(xq[:1], 4).I[0, 2:].tolist() == [-1, -1] and texts.search(xq[:1], 4).I[0, 2:].tolist() == [
-        "",
-        "",
-    ]
-    assert (
-        np.isinf(numbers.search(xq[:1], 4).D[0, 2:]).all()
-        and empty.search(xq, 2).I.tolist() == [[-1, -1]] * len(xq)
-        and np.isinf(empty.search(xq, 2).D).all()
-    )
+    probed = AdaptedIndex(LINEAR, "IVF100,Flat").tune(nprobe=1)
+    texts = AdaptedIndex(LINEAR, "IVF100,Flat").tune(nprobe=1).add(x, [f"{i}" for i in range(N)])
+    for i, missing_id in ((probed.add(x), -1), (texts, "")):
+        found = i.search(xq, 200)  # one list has fewer rows
+        assert (found.I[:, -1] == missing_id).all() and np.isinf(found.D[:, -1]).all()
+    found = AdaptedIndex(LINEAR).search(xq, 2)
+    assert found.I.tolist() == [[-1]] * len(xq) and np.isinf(found.D).all()
+
+
+@pytest.mark.parametrize("k", (3, 10**12))
+def test_no_more_neighbours_than_rows_are_returned(k):
+    found, expected = AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]).search(xq, k), exact_of_two()
+    assert np.array_equal(found.I, np.array(["a", "b"])[expected.I]) and np.abs(found.D - expected.D).max() < 1e-5
+
+
+def exact_of_two():
+    m = as_transform(LINEAR)
+    return knn(m.transform(xq), m.transform(x[:2]), 2)
+
+
+@pytest.mark.parametrize("bad", (np.nan, 0.0))
+@pytest.mark.parametrize("factory", ("Flat", "IVF4,Flat"))
+def test_a_refused_add_adds_and_trains_nothing(factory, bad):
+    rows = x.copy()
+    rows[500] = bad
+    i = AdaptedIndex(LINEAR, factory)
+    assert "row 500 of x" in error_message(lambda: i.add(rows, batch_size=77))
+    assert len(i) == 0 and i.index.is_trained == (factory == "Flat")
+    i.add(x, batch_size=77)
+    assert len(i) == len(i.ids) == N
+
+
+def test_an_interrupted_add_is_reported_by_later_calls(tmp_path):
+    class Interrupted:
+        d, fingerprint, calls = D, "interrupted", 0
+
+        def transform(self, rows):
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return rows
+
+    i = AdaptedIndex(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        i.add(x, batch_size=77)
+    for call in (lambda: i.search(xq, 1), lambda: i.add(x), lambda: i.save(tmp_path / "i")):
+        assert "154 rows, but 0 ids" in error_message(call)
+    assert not (tmp_path / "i").exists()
 
 
 def test_embeddings_of_another_adapter_are_refused():

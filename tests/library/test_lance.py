@@ -164,6 +164,13 @@ def test_write_table_resumes_and_open_table_checks_path(tmp_path):
         assert words in error_message(lambda: open_table(wrong))
 
 
+def test_no_more_neighbours_than_rows_are_returned(table):
+    activate(table, migrate_table(table, WHITENING))
+    t = AdaptedTable(table, WHITENING)
+    found, expected = t.search(xq, 10**12), t.search(xq, N)
+    assert found.D.shape == (len(xq), N) and np.array_equal(found.I, expected.I)
+
+
 def test_rows_of_any_norm_are_migrated_and_searched_as_unit_rows(tmp_path, table):
     "A table that another program wrote, with vectors as its encoder gave them."
     raw = lancedb.connect(tmp_path).create_table("raw", [{"id": i, "vector": 3 * v} for v, i in zip(x, range(N))])
