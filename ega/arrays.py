@@ -485,6 +485,7 @@ def _check_missing_texts(counts):
 def _unlabelled_values(
     counts,  # distinct value -> number of rows
     unlabelled,  # see encode_labels
+    has_missing,  # whether some rows hold None, NaN, NaT or NA
 ):  # set of the distinct values that are no classes
     "The distinct values that mean `no label`, or raise `InputError`."
     none = {value for value in counts if value == "" or value == -1}
@@ -496,7 +497,8 @@ def _unlabelled_values(
     for given in unlabelled:
         text, number = str(given), _parse_number(given)
         found = {value for value in counts if (value == text if isinstance(value, str) else value == number)}
-        if not found and not _may_be_missing(text):
+        is_missing = _may_be_missing(text) and (has_missing or any(value == -1 for value in counts))
+        if not found and not is_missing:
             some = ", ".join(map(repr, list(counts)[:5]))
             raise InputError(
                 f"unlabelled: no row has the label {short_repr(given)}; correct it or leave it out (labels: {some})"
@@ -556,7 +558,7 @@ def encode_labels(
     "Number the classes that occur, int64 or str, leaving unlabelled rows at -1, or raise `InputError`."
     values, position = _distinct_labels(_label_array(y, n))
     counts = dict(zip(values, np.bincount(position[position >= 0], minlength=len(values)).tolist()))
-    none = _unlabelled_values(counts, unlabelled)
+    none = _unlabelled_values(counts, unlabelled, bool((position < 0).any()))
     classes = _to_classes([value for value in values if value not in none])
     _check_blanks(classes)
     number = {label: i for i, label in enumerate(classes.tolist())}  # 3.0 finds the key 3

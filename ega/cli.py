@@ -292,7 +292,7 @@ def _refuse_adapted(path, column, fingerprint):
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
     from ega.arrays import InputError
-    from ega.vectors import read_embeddings, read_labels
+    from ega.vectors import check_same_order, read_embeddings, read_labels
 
     x, y = read_embeddings(args.source, args.column)
     if not args.labels:
@@ -305,6 +305,8 @@ def _read_inputs(args, fitted_classes=()):
             raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
     is_text = any(isinstance(name, str) for name in fitted_classes)
     y = read_labels(args.labels or args.source, args.label_column, len(x), unlabelled=args.unlabelled, as_texts=is_text)
+    if args.labels and args.label_column != "id":
+        check_same_order(args.source, args.labels)
     return x, y
 
 
@@ -466,10 +468,26 @@ def _report(args):
         print(f"{_sentences(comparison.evaluation)}\n{args.out}")
 
 # %% ../nbs/library/29_cli.ipynb #transform
+def _check_description(path):
+    "Raise `InputError` if the description beside the weights of an adapter is of other weights."
+    from ega.adapters import adapter_fingerprint, load_adapter
+    from ega.arrays import InputError
+    from ega.files import read_json
+
+    weights = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
+    description = weights.with_suffix(".json")
+    if not description.is_file():
+        return
+    values = read_json(description, "the description written by EmbeddingAdapter.save")
+    if "fingerprint" in values and values["fingerprint"] != adapter_fingerprint(load_adapter(weights)):
+        raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
+
+
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.transform import transform_file, transform_ray
 
+    _check_description(args.adapter)
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
     options["progress"] = _show_progress(args)
     if args.threads is not None:
@@ -1088,4 +1106,8 @@ def main(
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
 ) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
     "The command `ega`."
-    return run_command(parser(), argv)
+    try:
+        return run_command(parser(), argv)
+    except KeyboardInterrupt:  # before the command runs, such as while NumPy loads
+        print("ega: interrupted; run the same command again", file=sys.stderr)
+        return 130

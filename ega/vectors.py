@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VectorFile', 'open_npy_vectors', 'iter_tables', 'open_vectors', 'check_not_adapted', 'iter_normalized_batches',
-           'check_embeddings_file', 'read_embeddings', 'read_labels']
+           'check_embeddings_file', 'read_embeddings', 'read_labels', 'check_same_order']
 
 # %% ../nbs/library/05_vectors.ipynb #exported-imports
 import json
@@ -408,7 +408,7 @@ def _read_csv_labels(path, column, n, unlabelled, as_texts):
         )
     labels = parse_label_fields(fields, unlabelled)
     if as_texts:
-        return np.array(["" if label == -1 else str(label) for label in labels.tolist()], dtype=object)
+        return np.array([None if label == -1 else str(label) for label in labels.tolist()], dtype=object)
     return labels
 
 # %% ../nbs/library/05_vectors.ipynb #read-parquet-labels
@@ -463,3 +463,31 @@ def read_labels(
             raise InputError(f"{path}: a .npy file has no columns; leave out column= (--label-column)")
         return np.array(open_npy(path))
     return _read_csv_labels(path, column, n, unlabelled, as_texts)
+
+# %% ../nbs/library/05_vectors.ipynb #d3103b2b
+def _read_ids(path):
+    "The column `id` of a .csv or .parquet file as texts, None if there is none."
+    if path.suffix == ".csv":
+        return read_csv_columns(path, "labels in a .csv file").get("id")
+    if path.suffix != ".parquet" or open_parquet(path).schema_arrow.names.count("id") != 1:
+        return None
+    return [str(value) for t in iter_tables(path, ["id"], 0, 2**16) for value in t["id"].to_pylist()]
+
+
+def check_same_order(
+    source: Path | str,  # file of embeddings
+    labels: Path | str,  # file of labels
+) -> None:
+    "Raise `InputError` if the columns `id` of two files hold the same values in another order."
+    source, labels = Path(source), Path(labels)
+    ids = _read_ids(labels)
+    if ids is None:
+        return
+    expected = _read_ids(source)
+    if expected is None:
+        expected = [str(i) for i in range(len(ids))]  # the numbers of the rows
+    if ids != expected and sorted(ids) == sorted(expected):
+        raise InputError(
+            f"{labels}: expected the rows in the order of {source}, but its column 'id' holds the same ids in another "
+            "order; sort one file by the ids of the other, because labels are joined by position"
+        )

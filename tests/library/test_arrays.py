@@ -283,6 +283,8 @@ def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
         ([1, 2], [3], r"no row has the label 3; .*\(labels: 1, 2\)"),
         (["owl"], ["olw"], "no row has the label 'olw'"),
         ([1, 2], ["owl"], "no row has the label 'owl'"),
+        (["owl", "-1"], ["nan"], "no row has the label 'nan'"),
+        (["owl", "nan"], [-1], "no row has the label -1"),
     ],
 )
 def test_encode_labels_refuses_what_is_no_label(y, unlabelled, words):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -805,6 +806,38 @@ def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
     args |= {"transform": ["a", "x", "-o", "z"], "migrate": ["a", "s"], "search": ["a", "s", "x"]}
     parsed = cli.parser().parse_args([command, *args.get(command, ["a", "x"])])
     assert hasattr(parsed, "interrupted") != (command in resumes)
+
+
+@pytest.mark.parametrize("name", ["parser", "_run_parsed"])
+def test_ctrl_c_before_the_command_runs_is_one_sentence(name, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, name, interrupt)
+    assert cli.main(["info", "p.parquet"]) == 130
+    assert capsys.readouterr().err == "ega: interrupted; run the same command again\n"
+
+
+def test_transform_refuses_weights_that_the_description_is_not_of(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    save_adapter(ReleasedEGA(8, gen=torch.Generator().manual_seed(0)), "out/adapter.safetensors")
+    code, _, err = call("transform", "out", "x.npy", "-o", "z.npy", "--quiet")
+    assert code == 2 and "describes other weights" in err and not Path("z.npy").exists()
+
+
+@pytest.mark.parametrize("source", ["x.npy", "v.parquet", "p.parquet"])
+def test_labels_whose_ids_are_in_another_order_are_refused(source, data, call):
+    x, y, order = np.load("x.npy"), np.load("y.npy"), np.arange(120)
+    pd.DataFrame({"id": order, "vector": list(x)}).to_parquet("v.parquet")
+    write_pack(EmbeddingSet(x, y, meta={"set": "s", "encoder": "e"}), "p.parquet")
+    table = pd.DataFrame({"id": order, "label": y})
+    for name, write in (("y.csv", pd.DataFrame.to_csv), ("y.parquet", pd.DataFrame.to_parquet)):
+        write(table[::-1], name, index=False)
+        code, _, err = call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet")
+        assert code == 2 and "same ids in another order" in err and not Path("out").exists()
+        write(table, name, index=False)
+        assert call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet", "--overwrite")[0] == 0
+        shutil.rmtree("out")
 
 
 @pytest.mark.parametrize("args", ["--help", "fit --help", "info rows.parquet", "info rows.parquet --json"])
