@@ -1068,7 +1068,7 @@ def _run_parsed(args, complain):
         return 1
     return 0
 
-
+# %% ../nbs/library/29_cli.ipynb #77ef9dc7
 def run_command(
     top: argparse.ArgumentParser,  # its subcommands set `run` and `parser`, and may set `check` and `interrupted`
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process

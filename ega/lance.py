@@ -268,8 +268,7 @@ class AdaptedTable:
         _check_condition(where)
         z = self.adapter.transform(check_embeddings(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
-        k = _clip_k(self.table, k)
-        query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
+        query = query.limit(_clip_k(self.table, k)).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
         query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
         found = _run_query(query, where, self.table.schema.names)
