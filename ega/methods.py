@@ -316,13 +316,13 @@ class AdapterPath:
                 p.copy_(torch.lerp(a, b, strength))
         return mixed.eval()
 
-    def rows(
+    def start_and_change(
         self,
         x: np.ndarray,  # (n, d) unit rows
         *,
         device: torch.device | str | None = None,  # None: CUDA when there is one
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # u and v, (n, d); v is None for an adapter without strengths
-        "u and v so that the adapter at a strength gives l2(u + strength v)."
+        "The rows u at strength 0 and their change v: the adapter at a strength gives l2(u + strength v)."
         device = pick_device(device)
         if not self.has_strengths:
             return torch.from_numpy(transform(self.end, x, device=device)).to(device), None

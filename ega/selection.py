@@ -214,7 +214,7 @@ FoldComparison = namedtuple("FoldComparison", "changes captured fit_seconds seco
 
 def _search_strengths(path, x, y, fold, strengths, device, has_copies):
     "{strength: (LP@1, captured)} of an adapter path, as far as it has strengths."
-    u, v = path.rows(x, device=device)
+    u, v = path.start_and_change(x, device=device)
     if v is None:
         strengths = (1.0,)
     elif path.start is None:  # strength 0 is the frozen embeddings
