@@ -66,23 +66,27 @@ def dataset_triplets_from_numbers(
 def random_numbers_for_batch_triplets(
     size: int,  # B, anchors in the batch
     gen: torch.Generator,
-) -> torch.Tensor:  # (2, B, B) in [0, 1): one number for each possible positive and negative
+) -> torch.Tensor:  # (2, B) in [0, 1): for the positive and for the negative
     "Draw the random numbers from which `batch_triplets_from_numbers` makes one batch."
-    return torch.rand(2, size, size, generator=gen, device=gen.device)
+    return torch.rand(2, size, generator=gen, device=gen.device, dtype=torch.float64)
 
 
 def batch_triplets_from_numbers(
     y: torch.Tensor,  # (B,) int64 labels of the batch
-    uniforms: torch.Tensor,  # (2, B, B) in [0, 1), from random_numbers_for_batch_triplets
+    uniforms: torch.Tensor,  # (2, B) in [0, 1), from random_numbers_for_batch_triplets
 ) -> tuple[
     Triplets, torch.Tensor
 ]:  # positions in the batch, (B,) each; (B,) bool, False without a positive or negative
-    "Turn random numbers into triplets from the batch: of the allowed rows, the one with the largest number is taken."
-    same = y[:, None] == y[None]  # (B, B)
-    is_positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
-    p = uniforms[0].masked_fill(~is_positive, -1).argmax(1)
-    n = uniforms[1].masked_fill(same, -1).argmax(1)
-    return Triplets(torch.arange(len(y), device=y.device), p, n), is_positive.any(1) & (~same).any(1)
+    "Turn random numbers into triplets from the batch, positives and negatives uniform over the allowed rows."
+    ordered, order = y.sort(stable=True)
+    start, end = torch.searchsorted(ordered, y), torch.searchsorted(ordered, y, right=True)  # of the own class
+    n_positives, n_negatives = end - start - 1, len(y) - (end - start)
+    p = start + (uniforms[0] * n_positives).long()
+    p = p + (p >= order.argsort()).long() * (n_positives > 0)  # skip the anchor
+    n = (uniforms[1] * n_negatives).long()
+    n = n + (n >= start).long() * (end - start) * (n_negatives > 0)  # skip the own class
+    triplets = Triplets(torch.arange(len(y), device=y.device), order[p], order[n])
+    return triplets, (n_positives > 0) & (n_negatives > 0)
 
 # %% ../nbs/library/11_sparsity.ipynb #whole-set-triplets
 def random_dataset_triplets(

@@ -9,6 +9,7 @@ from ega.arrays import InputError
 from ega.losses import triplet
 from ega.sparsity import (
     active_ratio,
+    batch_triplets_from_numbers,
     dataset_triplets_from_numbers,
     index_rows_by_class,
     random_batch_triplets,
@@ -60,6 +61,21 @@ def test_anchors_without_positive_or_negative_are_left_out():
     assert 2 not in random_batch_triplets(y, gen=gen()).a
     assert len(random_batch_triplets(torch.zeros(4).long(), gen=gen()).a) == 0  # one class: no negative
     assert len(random_batch_triplets(torch.arange(4), gen=gen()).a) == 0  # all distinct: no positive
+
+
+def test_batch_numbers_reach_every_allowed_row_equally_often():
+    "Numbers on an even grid: each anchor gets each of its positives, and each of its negatives, equally often."
+    y = torch.tensor([5, 2, 5, 0, 2, 5, 9])
+    grid = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
+    drawn = [batch_triplets_from_numbers(y, u.expand(2, len(y))) for u in grid]
+    for anchor in range(len(y)):
+        positives = [j for j in range(len(y)) if j != anchor and y[j] == y[anchor]]
+        negatives = [j for j in range(len(y)) if y[j] != y[anchor]]
+        assert all(bool(valid[anchor]) == bool(positives) for _, valid in drawn)
+        for part, allowed in (("p", positives), ("n", negatives)):
+            if positives:
+                count = np.bincount([int(getattr(t, part)[anchor]) for t, _ in drawn], minlength=len(y))
+                assert count.tolist() == [60 // len(allowed) * (j in allowed) for j in range(len(y))]
 
 
 def test_self_positive_lets_an_anchor_be_its_own_positive():
