@@ -268,7 +268,7 @@ def fit_method(
     statistics: ClassStatistics | None = None,  # of all rows, where x and y are a sample of them
     checkpoint: Path | str | None = None,  # file from which an interrupted training resumes
     device: torch.device | str | None = None,  # None: CUDA when there is one
-    on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
+    on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
     if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
@@ -340,7 +340,7 @@ def fit_path(
     *,
     statistics: ClassStatistics | None = None,  # of all rows, where x and y are the `needed_rows`
     device: torch.device | str | None = None,  # None: CUDA when there is one
-    on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
+    on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> AdapterPath:
     "Fit a method and return the adapters at all its strengths."
     part = getattr(config, "adapter", None)
@@ -372,7 +372,7 @@ def fit_adapter(
     strength: float = 1.0,
     statistics: ClassStatistics | None = None,
     device: torch.device | str | None = None,
-    on_epoch: Callable[[int, int], None] | None = None,
+    on_epoch: Callable[..., None] | None = None,
 ) -> torch.nn.Module:
     """Fit a method and return it as one adapter.
 
@@ -392,7 +392,8 @@ def fit_adapter(
     device : str or torch.device, optional
         Where to train. The default is CUDA when there is one, otherwise the CPU.
     on_epoch : callable, optional
-        Called after each epoch of training with the number of finished epochs and of all epochs.
+        Called after each epoch of training with the number of finished epochs, of all epochs, and the adapter in
+        training.
 
     Returns
     -------

@@ -151,7 +151,7 @@ class FitProgress:
         "Show what is computed now."
         self._draw(self.n_done, text)
 
-    def epoch(self, finished: int, epochs: int) -> None:
+    def epoch(self, finished: int, epochs: int, _: Any = None) -> None:
         "Move the bar inside the current step, by the share of its epochs that are finished."
         if self._bar is not None:
             self._bar.update(self.n_done + finished / epochs - self._bar.n)  # draws ten times a second at most

@@ -487,7 +487,7 @@ def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, 
         history.seconds += time.monotonic() - start
         _check_finite(record, epoch, config)
         if on_epoch:
-            on_epoch(epoch + 1, config.epochs)
+            on_epoch(epoch + 1, config.epochs, adapter)
         if save and time.monotonic() - last_saved > interval:
             save(epoch=epoch + 1)
             last_saved = time.monotonic()
@@ -505,7 +505,7 @@ def train(
     device: str | torch.device | None = None,
     checkpoint: Path | str | None = None,
     checkpoint_interval: float = 10.0,
-    on_epoch: Callable[[int, int], None] | None = None,
+    on_epoch: Callable[[int, int, torch.nn.Module], None] | None = None,
 ) -> TrainHistory:
     """Train an adapter with AdamW, in place; on a CPU the same seed gives the same bits, also after a kill.
 
@@ -528,7 +528,7 @@ def train(
     checkpoint_interval : float, default=10.0
         Seconds between two checkpoints.
     on_epoch : callable, optional
-        Called after each epoch with the number of finished epochs and of all epochs.
+        Called after each epoch with the number of finished epochs, of all epochs, and the adapter.
 
     Returns
     -------

@@ -102,7 +102,16 @@ class ResultStore:
             _remove_parts(self.parts, parts, self.ids())
 
 # %% ../../nbs/experiments/03_grids.ipynb #sweep
-_ROW_KEYS = ("run_id", "query_set", "nlist", "nprobe", "k", "strength")  # identify a row of any task
+_ROW_KEYS = (
+    "run_id",
+    "query_set",
+    "gallery_kind",
+    "epoch",
+    "nlist",
+    "nprobe",
+    "k",
+    "strength",
+)  # identify a row of any task
 _REQUIRED = ("run_id", "query_set", "benchmark", "method", "config")
 
 
@@ -220,6 +229,7 @@ class TunedGrid:
 
 # %% ../../nbs/experiments/03_grids.ipynb #680cdd5b
 _TRAINED = tuple(filter(uses_gradient_training, MAIN_METHODS))
+_SLOWEST_LAST = tuple(sorted(MAIN_METHODS, key=lambda m: m in ("ega_preserve", "ega_paper")))
 _MARGINS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 _SWEPT = (
     ("ega_released", {"margin": _MARGINS}),
@@ -258,6 +268,7 @@ GRIDS = {
     "full": {
         "unseen": Grid("unseen", MAIN_BENCHMARKS, splits=(42, 0, 1, 2, 3), seeds=(0, 1, 2)),
         "in_distribution": Grid("in_distribution", ("tiny200", "clinc150")),
+        "paper_size": Grid("path", MAIN_BENCHMARKS, _SLOWEST_LAST, hidden=2048, epochs=150, seeds=(0,)),
         "long": replace(_ONCE, benchmarks=("cub100",), methods=("frozen", *_TRAINED), hidden=2048, epochs=150),
         "leak_closed": replace(_LEAK, protocol="gallery_fitted"),
         "leak_open": replace(_LEAK, protocol="leaked"),
