@@ -7,13 +7,22 @@ __all__ = ['Neighbours', 'knn', 'loo_knn', 'import_faiss', 'build_ivf', 'IVFNeig
            'SearchConfig', 'search']
 
 # %% ../nbs/library/12_search.ipynb #387bfa0d
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional, limit_threads, pick_device
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_positive_int,
+    import_optional,
+    limit_threads,
+    linear,
+    pick_device,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +188,10 @@ def _squared_norms(x):
 
 
 def _product(a, b, buffer):
-    "Products (m, w) of the rows of a (m, d) and b (w, d), written to the `buffer`: new memory would cost a tenth more."
+    "Products (m, w) of the rows of a (m, d) and b (w, d): by PyTorch where it is loaded, else in the `buffer`."
+    if torch := sys.modules.get("torch"):
+        a, b = (rows if rows.flags.writeable else rows.copy() for rows in (a, b))  # torch warns of read-only arrays
+        return linear(torch.from_numpy(a), torch.from_numpy(b)).numpy()
     return np.matmul(a, b.T, out=buffer[: len(a) * len(b)].reshape(len(a), len(b)))
 
 
@@ -194,7 +206,7 @@ def _nearest_by_product(xq, xb, k, *, tile=None):
     if not isinstance(xq, np.ndarray):
         return _nearest_by_product_torch(xq, xb, k, tile=tile or 8192)
     best = np.full((len(xq), k), _PADDING)
-    n_queries = tile or min(len(xq), 1024)
+    n_queries = tile or min(len(xq), 256)
     n_rows = tile or min(len(xb), 2**20 // n_queries)  # 4 MB of scores
     buffer = np.empty(n_queries * n_rows, np.float32)
     rows, norms = np.arange(len(xb)), _squared_norms(xb)

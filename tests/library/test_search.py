@@ -360,6 +360,14 @@ def test_same_bytes_in_another_process():
     assert run(SCRIPT) == run(SCRIPT)
 
 
+def test_read_only_arrays_are_searched_without_a_warning_of_torch(recwarn):
+    x = np.random.default_rng(0).standard_normal((300, 64), np.float32)
+    expected = loo_knn(x, 3, device="cpu").I
+    x.flags.writeable = False
+    assert np.array_equal(loo_knn(x, 3, device="cpu").I, expected)
+    assert np.array_equal(knn(x, x, 4, device="cpu").I[:, 1:], expected) and not recwarn.list
+
+
 def test_exact_search_needs_neither_torch_nor_faiss():
     script = """
 import sys, numpy as np
