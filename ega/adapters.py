@@ -77,7 +77,8 @@ def _linear_product(
     "x W^T + b; the backward pass skips rows where it may."
     if _can_skip_rows(module, x):
         return _SparseGradProduct.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
+    is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()  # an export must see ordinary operations
+    return F.linear(x, weight, bias) if torch.is_grad_enabled() or is_traced else linear(x, weight, bias)
 
 
 class SparseGradLinear(nn.Linear):

@@ -1309,7 +1309,7 @@ GROUPS = {
     ),
     "supcon": Group(
         title="supervised contrastive step",
-        unit="step of 256 anchors",
+        unit="step",
         reference="torch, resident",
         floor="floor",
         contenders={"torch, resident": torch_supcon, "PML": pml_supcon, "ega": ega_supcon, "floor": floor_contrastive},
@@ -1318,7 +1318,7 @@ GROUPS = {
     ),
     "nca": Group(
         title="NCA step",
-        unit="step of 256 anchors",
+        unit="step",
         reference="torch, resident",
         floor="floor",
         contenders={"torch, resident": torch_nca, "PML": pml_nca, "ega": ega_nca, "floor": floor_contrastive},
