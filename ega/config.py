@@ -291,7 +291,7 @@ RECOMMENDED_METHODS = {
         LossConfig("nca"),
         1.5e-3,
         weight_decay=0.0,
-        batches={"steps_per_epoch": 6, "rows_per_class": 4},
+        batches={"batch_size": 512, "steps_per_epoch": 6, "rows_per_class": 4},
     ),
     "whitened_nca": MethodPreset(
         AdapterConfig("linear", init_transform="validated_wccn", shrinkage=0.5),

@@ -719,7 +719,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     of them at once. With fewer than ``max(10, 2 * cv)`` classes nothing is compared and the frozen embeddings
     are selected. The comparison uses at most 10,000 rows, so its time does not grow with n. Rows are checked and
     hashed in blocks; `affine_nca`, `wccn` and `discriminant_whitening` are fitted from sums over all rows and at
-    most 36,864 of the rows, so a memory map may be larger than the memory. Other methods hold all labelled rows.
+    most 73,728 of the rows, so a memory map may be larger than the memory. Other methods hold all labelled rows.
 
     Examples
     --------
