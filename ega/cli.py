@@ -16,6 +16,7 @@ from pathlib import Path
 import ega
 
 # %% ../nbs/library/29_cli.ipynb #checks
+_ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
 _STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
 
 
@@ -67,17 +68,13 @@ def _check_device(device):
 def _check_data(args):
     "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
     from ega.arrays import InputError
-    from ega.vectors import check_embeddings_file
+    from ega.vectors import check_embeddings_file, check_labels_file
 
     check_embeddings_file(args.source, args.column)
-    if files := [value for value in args.unlabelled or () if Path(value).is_file()]:
-        raise InputError(
-            f"--unlabelled takes every value behind it, also {files[0]}; name the files before the options"
-        )
     if args.labels is not None:
-        _check_exists(args.labels, "a file of labels")
-        if Path(args.labels).is_dir():
-            raise InputError(f"{args.labels}: this is a folder; expected a file of labels: .npy, .csv or .parquet")
+        if args.unlabelled and not Path(args.labels).exists():
+            raise InputError(f"{args.labels}: no such file of labels; {_ONE_VALUE}")
+        check_labels_file(args.labels)
 
 # %% ../nbs/library/29_cli.ipynb #check-fit
 def _check_fit(args):
@@ -815,11 +812,19 @@ def _data_arguments(command):
         metavar="NAME",
         help="column of a .csv or .parquet of labels (default: label, or the only one)",
     )
-    add(
+    group = command.add_mutually_exclusive_group()
+    group.add_argument(
         "--unlabelled",
-        nargs="*",
+        action="append",
         metavar="VALUE",
-        help="further labels that mean no label, such as nan or -1 among texts; without a VALUE all texts are classes",
+        help="a further label that means no label, such as nan or -1 among texts; once for each value",
+    )
+    group.add_argument(
+        "--no-unlabelled",
+        dest="unlabelled",
+        action="store_const",
+        const=[],
+        help="all texts are names of classes, also nan and -1",
     )
     add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
@@ -1086,7 +1091,8 @@ def run_command(
             sys.stdout.flush()  # the help
             raise
         if rest := _fill_positionals(args, rest):
-            args.parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the command, not of all
+            hint = f"; {_ONE_VALUE}" if getattr(args, "unlabelled", None) else ""
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")  # with the usage of the command
         # Set before torch loads: on a busy machine threads that spin while they wait take time from those that work.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         exit_code = _run_parsed(args, complain)

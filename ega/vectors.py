@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VectorFile', 'open_npy_vectors', 'iter_tables', 'open_vectors', 'check_not_adapted', 'iter_normalized_batches',
-           'check_embeddings_file', 'read_embeddings', 'read_labels', 'check_same_order']
+           'check_embeddings_file', 'read_embeddings', 'check_labels_file', 'read_labels', 'check_same_order']
 
 # %% ../nbs/library/05_vectors.ipynb #exported-imports
 import json
@@ -406,19 +406,16 @@ def _read_csv_labels(path, column, n, unlabelled, as_texts):
             f"{path}: expected one label per row: {n} rows, got {len(fields)} labels below the header {name!r}; "
             "the first line of the file must be the header"
         )
-    labels = parse_label_fields(fields, unlabelled)
-    if as_texts:
-        return np.array([None if label == -1 else str(label) for label in labels.tolist()], dtype=object)
-    return labels
+    return parse_label_fields(fields, unlabelled, as_texts=as_texts)
 
 # %% ../nbs/library/05_vectors.ipynb #read-parquet-labels
 def _is_label_type(arrow_type):
-    "Whether a column of this type holds integers, floats or texts, or categories of them."
+    "Whether `encode_labels` decides about a column of this type: integers, floats, Booleans, texts, categories."
     import pyarrow.types as t
 
     if t.is_dictionary(arrow_type):
         return _is_label_type(arrow_type.value_type)
-    tests = (t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
+    tests = (t.is_integer, t.is_floating, t.is_boolean, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
     return any(test(arrow_type) for test in tests)
 
 
@@ -443,19 +440,35 @@ def _read_parquet_labels(path, column):
     return np.array(labels, dtype=object)
 
 
+_TABLE_ENDINGS = (".csv", ".tsv")  # texts with a header, in any case of letters
+
+
+def check_labels_file(
+    path: Path | str,  # .npy, .csv, .tsv or .parquet file
+) -> Path:
+    "Raise `InputError` for a file that `read_labels` cannot read, as far as its name says."
+    path, expected = check_path(path), "labels in .npy, .csv or .parquet"
+    if not path.is_file():
+        problem = "this is a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {problem}; expected {expected}")
+    if path.suffix not in (".npy", ".parquet") and path.suffix.lower() not in _TABLE_ENDINGS:
+        advice = "save them as .csv, with the name of the column in the first line"
+        if path.suffix == ".txt":
+            advice = "rename it to .csv if its first line is a header such as label, else write one first"
+        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; {advice}")
+    return path
+
+
 def read_labels(
-    path: Path | str,  # .npy, .csv or .parquet file
-    column: str | None = None,  # .csv, .parquet: column of labels; None: `label`, else the only one
+    path: Path | str,  # .npy, .csv, .tsv or .parquet file
+    column: str | None = None,  # .csv, .tsv, .parquet: column of labels; None: `label`, else the only one
     n: int | None = None,  # number of rows: empty lines at the end of a CSV file beyond them are dropped
     *,
     unlabelled: Sequence | None = None,  # as for encode_labels: such fields of a CSV file need not be integers
     as_texts: bool = False,  # read integers of a CSV file as texts, because fit had texts
 ) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.arrays.encode_labels`
     "Read stored labels, or raise `InputError`; in a CSV file of one column, an empty line is an unlabelled row."
-    path = check_path(path)
-    if not path.is_file():
-        problem = "this is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {problem}; expected a .npy, .csv or .parquet file of labels")
+    path = check_labels_file(path)
     if path.suffix == ".parquet":
         return _read_parquet_labels(path, column)
     if path.suffix == ".npy":
@@ -467,7 +480,7 @@ def read_labels(
 # %% ../nbs/library/05_vectors.ipynb #d3103b2b
 def _read_ids(path):
     "The column `id` of a .csv or .parquet file as texts, None if there is none."
-    if path.suffix == ".csv":
+    if path.suffix.lower() in _TABLE_ENDINGS:
         return read_csv_columns(path, "labels in a .csv file").get("id")
     if path.suffix != ".parquet" or open_parquet(path).schema_arrow.names.count("id") != 1:
         return None

@@ -69,7 +69,7 @@ def test_help_fits_80_columns_and_names_every_argument(command, monkeypatch, cap
 @pytest.mark.parametrize(
     "command, flags",
     [
-        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite --unlabelled --label-column"),
+        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite --unlabelled --no-unlabelled --label-column"),
         ("evaluate", "--unlabelled --label-column"),
         ("report", "--unlabelled --label-column"),
         ("embed", "--precision --batch-size --overwrite"),
@@ -451,13 +451,28 @@ def test_unlabelled_texts_are_asked_about_once_and_then_left_out(labelled, tmp_p
     assert code == 2 and "'-1' (13 rows)" in err and "--unlabelled -1" in err and not (tmp_path / "a").exists()
     code, out, _ = call(*fit, "-o", tmp_path / "a", "--unlabelled", "-1")
     assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN
-    code, out, _ = call(*fit, "-o", tmp_path / "b", "--unlabelled")
+    code, out, _ = call(*fit, "-o", tmp_path / "b", "--no-unlabelled")
     assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN + 1
     evaluated = {
         name: call("evaluate", tmp_path / "a", tmp_path / "x.npy", tmp_path / f"{name}.csv", "--json", *flags)
         for name, flags in (("blank", ()), ("marked", ("--unlabelled", "-1")), ("na", ("--unlabelled", "n/a")))
     }
     assert len(set(evaluated.values())) == 1 and '"unseen"' not in evaluated["blank"][1]
+    two = texts.replace({"": "-1", "kind 3": "nan"}).to_frame("label")
+    two.to_csv(tmp_path / "two.csv", index=False)
+    code, out, _ = call(
+        "fit",
+        "--unlabelled",
+        "-1",
+        "--unlabelled",
+        "nan",
+        *fit[1:2],
+        tmp_path / "two.csv",
+        *fit[3:],
+        "-o",
+        tmp_path / "c",
+    )
+    assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN - 1
     report = ("report", tmp_path / "a", tmp_path / "x.npy", tmp_path / "na.csv", "-o", tmp_path / "r.md")
     assert call(*report)[0] == 2 and call(*report, "--unlabelled", "n/a")[0] == 0
 
@@ -534,6 +549,8 @@ def write_data():
 
 def write_wrong_labels(x, y):
     "Files of labels and of embeddings that are refused, and the folder of an adapter."
+    for name in ("y.json", "y.txt", "labels"):
+        Path(name).write_text("\n".join(map(str, y)))
     np.save("objects.npy", y.astype(str).astype(object), allow_pickle=True)
     np.save("none.npy", np.full(120, -1))
     Path("spaced.csv").write_text("id, label\n" + "".join(f"{i}, {label}\n" for i, label in enumerate(y)))
@@ -553,7 +570,7 @@ def data(tmp_path, monkeypatch):
 
 WRONG = {  # arguments: words of the message
     "fit missing.npy y.npy -o out": "missing.npy: no such file; expected embeddings in .npy, .npz, .safetensors",
-    "fit x.npy missing.csv -o out": "missing.csv: no such file; expected a file of labels",
+    "fit x.npy missing.csv -o out": "missing.csv: no such file; expected labels in .npy, .csv or .parquet",
     "fit x.npy short.npy -o out": "y must have one label per row: 120 rows, 119 labels",
     "fit x.npy x.npy -o out": "y must have shape (n,)",
     "fit x.npy y.csv --label-column class -o out": "expected a column 'class', the columns are label",
@@ -578,7 +595,7 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o out --max-unseen-loss none": "so --method must name what to fit",
     "fit x.npy y.npy -o out --method mine": "of your own is fitted in Python only: EmbeddingAdapter((name,",
     "fit there y.npy -o out": "there: this is a folder; expected embeddings in .npy",
-    "fit x.npy there -o out": "there: this is a folder; expected a file of labels",
+    "fit x.npy there -o out": "there: this is a folder; expected labels in .npy, .csv or .parquet",
     "fit y.csv y.npy -o out": "got '.csv'; convert it: np.save('x.npy', pd.read_csv('y.csv').to_numpy('float32'))",
     "fit text.npy x.npy -o out": "expected embeddings, which are real numbers, got dtype <U1; name the file of emb",
     "fit x.npy objects.npy -o out": "it holds Python objects: convert texts by astype(str)",
@@ -587,7 +604,14 @@ WRONG = {  # arguments: words of the message
     "fit x.npy twice.csv -o out": "several columns are named 'label': rename all but one",
     "fit x.npy twice.parquet -o out": "several columns are named 'label'; rename all but one",
     "fit same.parquet y.npy -o out": "found v, v; these columns have the same name: rename all but one",
-    "fit x.npy --unlabelled 3 y.npy -o out": "--unlabelled takes every value behind it, also y.npy",
+    "fit x.npy y.npy -o out --unlabelled 3 --no-unlabelled": "--no-unlabelled: not allowed with argument --unlabelled",
+    "fit x.npy --unlabelled nan -1 -o out": "unrecognized arguments: -1; --unlabelled takes one value: repeat",
+    "fit x.npy --unlabelled nan NA -o out": "NA: no such file of labels; --unlabelled takes one value: repeat",
+    "fit x.npy --unlabelled 99 y.npy -o out": "no row has the label '99'; correct it or leave it out (labels: 0, 1,",
+    "fit x.npy y.json -o out": "y.json: expected labels in .npy, .csv or .parquet, got '.json'; save them as .csv",
+    "fit x.npy y.txt -o out": "got '.txt'; rename it to .csv if its first line is a header such as label, else write",
+    "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
+    "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
     "evaluate x.npy y.npy": "x.npy: no such adapter; expected the folder",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; convert it: np.save",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
