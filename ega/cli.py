@@ -1111,9 +1111,5 @@ def run_command(
 def main(
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
 ) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
-    "The command `ega`."
-    try:
-        return run_command(parser(), argv)
-    except KeyboardInterrupt:  # before the command runs, such as while NumPy loads
-        print("ega: interrupted; run the same command again", file=sys.stderr)
-        return 130
+    "The command `ega`; the entry point is `ega.__main__.main`, which also handles Ctrl-C before the command runs."
+    return run_command(parser(), argv)

@@ -832,14 +832,47 @@ def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
     assert hasattr(parsed, "interrupted") != (command in resumes)
 
 
-@pytest.mark.parametrize("name", ["parser", "_run_parsed"])
-def test_ctrl_c_before_the_command_runs_is_one_sentence(name, monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
+INTERRUPTED_IMPORT = """if True:
+    import importlib, signal, sys
 
-    monkeypatch.setattr(cli, name, interrupt)
-    assert cli.main(["info", "p.parquet"]) == 130
-    assert capsys.readouterr().err == "ega: interrupted; run the same command again\n"
+    class Interrupt:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == place:
+                signal.raise_signal(signal.SIGINT)
+
+    entry, place, *sys.argv = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.meta_path.insert(0, Interrupt)
+    module, function = entry.split(":")
+    sys.exit(getattr(importlib.import_module(module), function)())"""
+
+
+@pytest.mark.parametrize(
+    "place, args",
+    [
+        ("ega.cli", ("ega", "info", "p.parquet")),
+        ("argparse", ("ega", "--help")),
+        ("numpy", ("ega", "info", "p.parquet")),
+        ("ega.experiments.cli", ("ega-paper", "--help")),
+        ("numpy", ("ega-paper", "rerun", "x")),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_one_sentence(place, args):
+    "At the entry point that pip installs, when a module is about to be imported."
+    entry = re.search(f'^{args[0]} = "(.+)"$', Path(__file__).parents[2].joinpath("pyproject.toml").read_text(), re.M)[
+        1
+    ]
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, entry, place, *args]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr == f"{args[0]}: interrupted; run the same command again\n"
+
+
+@pytest.mark.parametrize("module", ["ega", "ega.experiments"])
+def test_python_m_is_the_command(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("ega ")
 
 
 def test_transform_refuses_weights_that_the_description_is_not_of(data, call):
