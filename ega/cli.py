@@ -7,6 +7,7 @@ __all__ = ['ADAPTER_HELP', 'MATRIX_COLUMN_HELP', 'parser', 'run_command', 'main'
 
 # %% ../nbs/library/29_cli.ipynb #a766db28
 import argparse
+import errno
 import json
 import os
 import sys
@@ -21,12 +22,12 @@ _STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
 
 
 def _refuse(flags, because):
-    "Raise `InputError` for the first flag of {flag: value} that was given, although it has no effect."
+    "Raise `InputError` for the flags of {flag: value} that were given, although they have no effect."
     from ega.arrays import InputError
 
-    for flag, value in flags.items():
-        if value not in (None, False):
-            raise InputError(f"{flag} has no effect {because}; leave it out")
+    if given := [flag for flag, value in flags.items() if value is not None and value is not False]:
+        has, it = ("has", "it") if len(given) == 1 else ("have", "them")
+        raise InputError(f"{', '.join(given)} {has} no effect {because}; leave {it} out")
 
 
 def _check_exists(path, expected):
@@ -87,6 +88,9 @@ def _check_fit(args):
         check_method(args.method)
     elif args.max_unseen_loss is None:
         raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
+    if args.max_unseen_loss is None:
+        flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
+        _refuse(flags, "with --max-unseen-loss none, which compares nothing")
     _check_data(args)
     if args.out.endswith(".safetensors"):
         raise InputError(f"{args.out}: expected the name of a folder, got that of a file; leave out the ending")
@@ -211,15 +215,26 @@ def _check_search(args):
     _check_store(args)
 
 # %% ../nbs/library/29_cli.ipynb #info
-def _info(args):
-    "Print what a pack holds."
+def _check_info(args):
+    "Check the argument of `ega info`."
     from ega.arrays import InputError
+
+    path, expected = Path(args.path), "a pack, a .parquet file of `ega embed`, or the folder of `ega fit`"
+    if not path.exists():
+        raise InputError(f"{path}: no such file; expected {expected}")
+    if path.is_dir():
+        if not (path / "adapter.safetensors").is_file():
+            raise InputError(f"{path}: this folder holds no adapter; expected {expected}")
+    elif path.suffix not in (".parquet", ".safetensors") or not path.is_file():
+        raise InputError(f"{path}: expected {expected}")
+
+
+def _describe_pack(path):
+    "What a pack holds, as a dictionary."
     from ega.packs import read_pack
 
-    if Path(args.pack).is_file() and Path(args.pack).suffix != ".parquet":
-        raise InputError(f"{args.pack}: expected a pack, a .parquet file written by ega.write_pack or `ega embed`")
-    es = read_pack(args.pack)
-    contents = {
+    es = read_pack(path)
+    return {
         "set": es.meta.get("set"),
         "encoder": es.meta.get("encoder"),
         "rows": es.n,
@@ -230,11 +245,36 @@ def _info(args):
         "licence": es.meta.get("licence"),
         "source": es.meta.get("source"),
     }
+
+
+def _describe_adapter(path):
+    "What an adapter of `ega fit` is, as a dictionary."
+    from ega.estimator import EmbeddingAdapter
+
+    adapter = EmbeddingAdapter.load(path)
+    selection = adapter.selection_
+    return {
+        "method": selection.method,
+        "strength": selection.strength,
+        "reason": selection.reason,
+        "max_unseen_loss": adapter.max_unseen_loss,
+        "dim": adapter.n_features_in_,
+        "classes": len(adapter.classes_),
+        "rows": len(adapter.fit_row_hashes_),
+        "fingerprint": adapter.fingerprint_,
+    }
+
+
+def _info(args):
+    "Print what a pack holds, or what an adapter is."
+    is_pack = Path(args.path).suffix == ".parquet" and not Path(args.path).is_dir()
+    contents = (_describe_pack if is_pack else _describe_adapter)(args.path)
     if args.json:
         print(json.dumps(contents))
         return
+    width = max(map(len, contents))
     for name, value in contents.items():
-        print(f"{name:>10}  {value}")
+        print(f"{name:>{width}}  {value}")
 
 # %% ../nbs/library/29_cli.ipynb #embed
 def _embed(args):
@@ -332,13 +372,12 @@ def _fit(args):
         )
     from ega.estimator import EmbeddingAdapter
 
+    given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
     adapter = EmbeddingAdapter(
         args.method,
         max_unseen_loss=args.max_unseen_loss,
-        unseen_share=args.unseen_share,
-        confidence=args.confidence,
+        **{name: value for name, value in given.items() if value is not None},
         random_state=args.seed,
-        n_jobs=args.n_jobs,
         device=args.device,
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
@@ -410,13 +449,28 @@ def _fit_locked(args):
                 folder.rmdir()
 
 # %% ../nbs/library/29_cli.ipynb #evaluate
-def _sentences(table):
-    "What the table of `ega.evaluate` says, and what limits it."
+def _describe_classes(y, unlabelled, fitted):
+    "Say how many classes of the adapter occur in the labels, and which classes of the labels the adapter lacks."
+    from ega.arrays import encode_labels, match_classes
+
+    classes = encode_labels(y, unlabelled=unlabelled)[1]
+    is_fitted = match_classes(classes, fitted)
+    text = f"Classes: {is_fitted.sum():,} of the {len(fitted):,} that the adapter was fitted on occur"
+    unknown = classes[~is_fitted].tolist()
+    if not unknown:
+        return f"{text}, and no others."
+    some = ", ".join(str(name)[:30] for name in unknown[:5]) + ", ..." * (len(unknown) > 5)
+    return f"{text}; {len(unknown):,} others are unknown to it and count as unseen: {some}."
+
+
+def _sentences(table, classes):
+    "What the table of `ega.evaluate` says, which classes there are, and what limits it."
     import textwrap
 
     from ega.evaluation import caveats, summary_sentence
 
-    return "\n".join(textwrap.fill(text, 80) for text in (summary_sentence(table), *caveats(table)))
+    texts = (summary_sentence(table), classes, *caveats(table))
+    return "\n".join(textwrap.fill(text, 80, break_on_hyphens=False) for text in texts)
 
 
 def _records(table):
@@ -436,7 +490,8 @@ def _evaluate(args):
     if args.json:
         print(json.dumps(_records(table)))
     else:
-        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table)}")
+        classes = _describe_classes(y, args.unlabelled, adapter.classes_)
+        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}")
 
 # %% ../nbs/library/29_cli.ipynb #report
 def _report(args):
@@ -462,7 +517,8 @@ def _report(args):
         result = {name: _records(getattr(comparison, name)) for name in tables}
         print(json.dumps({"out": args.out} | result))
     else:
-        print(f"{_sentences(comparison.evaluation)}\n{args.out}")
+        classes = _describe_classes(y, args.unlabelled, adapter.classes_)
+        print(f"{_sentences(comparison.evaluation, classes)}\n{args.out}")
 
 # %% ../nbs/library/29_cli.ipynb #transform
 def _check_description(path):
@@ -843,14 +899,12 @@ def _selection_arguments(add):
         "--unseen-share",
         type=_SHARE,
         metavar="S",
-        default=0.5,
         help="share of the queries expected from unseen classes, the weight of their change in the gain (default: 0.5)",
     )
     add(
         "--confidence",
         type=_CONFIDENCE,
         metavar="C",
-        default=0.95,
         help="one-sided, of each candidate by itself (default: 0.95)",
     )
     add(
@@ -973,9 +1027,9 @@ def _add_data_commands(add):
     command.description += " Needs pip install 'ega[report]'."
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _report_arguments(command)
-    command = add("info", _info, "describe a pack")
+    command = add("info", _info, "describe a pack or an adapter", _check_info)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
-    command.add_argument("pack", help="a .parquet pack")
+    command.add_argument("path", help="a .parquet pack, or the folder written by `ega fit`")
     _add_json_and_quiet(command, quiet=False)
 
 
@@ -1026,7 +1080,8 @@ def _describe_os_error(error):
     if not error.errno or not error.strerror:
         return " ".join(str(error).split())[:1000]
     place = error.filename if error.filename is not None else "a file or the standard output"
-    return f"{place} cannot be read or written: {error.strerror}"
+    advice = "; make room on the disk or choose another" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{place} cannot be read or written: {error.strerror}{advice}"
 
 
 def _fill_positionals(args, rest):

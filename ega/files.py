@@ -9,6 +9,7 @@ __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'ch
 
 # %% ../nbs/library/03_files.ipynb #exported-imports
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -74,6 +75,9 @@ def _umask():
         return umask
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def atomic_write(
     path: Path | str,  # final path; its folder is created if it does not exist
@@ -92,12 +96,16 @@ def atomic_write(
     try:
         try:
             yield temporary
+            with open(temporary, "rb") as f:
+                os.fsync(f.fileno())
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the system names no file
         except Exception as error:
             if type(error).__name__ != "SafetensorError":  # what safetensors raises when the disk is full
                 raise
             raise OSError(f"{path} cannot be written: {short_error(error)}") from error
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
         temporary.chmod(0o666 & ~_umask())  # mkstemp creates files that only their owner may read
         temporary.replace(path)
     finally:

@@ -85,7 +85,7 @@ def test_flags_have_their_names(command, flags):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (("info", "nothing.parquet"), "no such pack"),
+        (("info", "nothing.parquet"), "no such file; expected a pack"),
         (("embed", "nothing", "--encoder", "all-MiniLM-L6-v2", "--out", "x.parquet"), "nothing"),
     ],
 )
@@ -132,6 +132,19 @@ def test_info_describes_a_pack(tmp_path, capsys):
     assert contents["rows"] == 60 and contents["unlabelled"] == 7 and contents["set"] == "s"
     assert contents["splits"] == {"test": 30, "train": 30}
     assert cli.main(["info", str(tmp_path / "p.parquet")]) == 0 and "unlabelled  7" in capsys.readouterr().out
+
+
+def test_info_describes_an_adapter(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    adapter = EmbeddingAdapter.load("out")
+    code, out, _ = call("info", "out", "--json")
+    contents = json.loads(out)
+    assert code == 0 and contents["fingerprint"] == adapter.fingerprint_ and contents["reason"]
+    assert (contents["dim"], contents["classes"], contents["rows"]) == (8, 12, 120)
+    assert (contents["method"], contents["strength"]) == (adapter.selection_.method, adapter.selection_.strength)
+    assert re.search(r"^ +classes  12\n +rows  120\n", call("info", "out")[1], re.M)
+    code, _, message = call("info", "fitted")
+    assert code == 2 and "adapter.json" in message
 
 
 def test_transform_resumes_after_interruption(tmp_path):
@@ -582,7 +595,9 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
     "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
-    "fit x.npy y.npy -o out --method ?": "such as wccn, lda, affine_nca; got '?'",
+    "fit x.npy y.npy -o out --method ?": "such as affine_nca, wccn, lda; got '?'",
+    "fit x.npy y.npy -o out --method nope": "such as affine_nca, wccn, lda; got 'nope'",
+    "fit x.npy y.npy -o out --method whitening": "such as whitened_nca, affine_nca, wccn, lda; got 'whitening'",
     "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
     "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
@@ -593,6 +608,9 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o out --seed x": "value must be an integer, got 'x'",
     "fit x.npy y.npy -o out --max-unseen-loss x": "value must be a number, got 'x'",
     "fit x.npy y.npy -o out --max-unseen-loss none": "so --method must name what to fit",
+    "fit x.npy y.npy -o out --method lda --max-unseen-loss none --unseen-share 0": "--unseen-share has no effect with",
+    "fit x.npy y.npy -o out --method lda --max-unseen-loss none --confidence .9 --n-jobs 2": "--confidence, --n-jobs "
+    "have no effect with --max-unseen-loss none, which compares nothing; leave them out",
     "fit x.npy y.npy -o out --method mine": "of your own is fitted in Python only: EmbeddingAdapter((name,",
     "fit there y.npy -o out": "there: this is a folder; expected embeddings in .npy",
     "fit x.npy there -o out": "there: this is a folder; expected labels in .npy, .csv or .parquet",
@@ -618,7 +636,9 @@ WRONG = {  # arguments: words of the message
     "migrate a.safetensors fitted --vectors x.npy": "fitted: this is the folder of an adapter; expected a LanceDB",
     "migrate a.safetensors t.lance --vectors x.npy": "x.npy: expected a pack (.parquet)",
     "search a.safetensors versions x.npy -k x": "value must be an integer, got 'x'",
-    "info x.npy": "x.npy: expected a pack, a .parquet file written by",
+    "info x.npy": "x.npy: expected a pack, a .parquet file of `ega embed`, or the folder of `ega fit`",
+    "info there": "there: this folder holds no adapter; expected a pack",
+    "info /dev/null": "/dev/null: expected a pack, a .parquet file of `ega embed`, or the folder of `ega fit`",
     "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
     "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",
     "evaluate a.safetensors missing.npy y.npy": "missing.npy: no such file",
@@ -1040,6 +1060,61 @@ def test_fit_without_comparison_and_with_any_number_of_jobs(data, call):
     assert found["fingerprint"] == adapter.fingerprint_ and found["table"] == []
     parsed = cli.parser().parse_args([*fit, "2", "-o", "out", "--n-jobs", "-3"])
     assert parsed.n_jobs == -3 and parsed.max_unseen_loss == 2
+
+
+def test_evaluate_and_report_name_the_classes_that_the_adapter_lacks(data, call):
+    "Names that differ from those of the fit count as unseen, and the output says so."
+    x, y = data
+    names = np.array([f"kind {label}" for label in y])
+    np.save("names.npy", names)
+    np.save("other.npy", np.where(y < 6, names, np.char.replace(names, "kind", "sort")))
+    assert call("fit", "x.npy", "names.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    for command in (("evaluate",), ("report", "-o", "r.md")):
+        text = " ".join(call(*command, "out", "x.npy", "other.npy")[1].split())
+        assert (
+            "Classes: 6 of the 12 that the adapter was fitted on occur; 6 others are unknown to it and count as "
+            "unseen: sort 10, sort 11, sort 6, sort 7, sort 8, ..." in text
+        )
+    text = " ".join(call("evaluate", "out", "x.npy", "names.npy")[1].split())
+    assert "Classes: 12 of the 12 that the adapter was fitted on occur, and no others." in text
+
+
+@pytest.mark.parametrize("page", ["r.md", "r.html"])
+def test_a_full_disk_while_the_report_is_written_is_one_sentence(page, data, call, monkeypatch):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    files = sorted(Path().rglob("*"))
+
+    def write_half(path, content):
+        with open(path, "wb") as f:
+            f.write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    code, out, message = call("report", "out", "x.npy", "y.npy", "-o", page)
+    expected = "cannot be read or written: No space left on device; make room on the disk or choose another"
+    assert code == 1 and out == "" and message == f"ega: {page} {expected}\n"
+    assert sorted(Path().rglob("*")) == files
+
+
+def test_a_store_whose_active_vectors_are_not_adapted_says_what_to_type(store, call):
+    pytest.importorskip("lancedb")
+    assert call("migrate", "a.safetensors", "db/t.lance", "--vectors", "rows.parquet", "--quiet")[0] == 0
+    code, _, message = call("search", "a.safetensors", "db/t.lance", "rows.parquet")
+    assert code == 2 and "its column 'vector', whose vectors are not adapted" in message
+    assert "`ega migrate ADAPTER TABLE --activate`" in message
+    assert call("migrate", "a.safetensors", "db/t.lance", "--activate", "--quiet")[0] == 0
+    assert call("search", "a.safetensors", "db/t.lance", "rows.parquet")[0] == 0
+
+
+def test_a_version_of_other_vectors_says_what_to_do_without_python(store, call):
+    pytest.importorskip("faiss")
+    migrate = ("migrate", "a.safetensors", "versions", "--quiet", "--vectors")
+    assert call(*migrate, "rows.parquet")[0] == 0
+    np.save("other.npy", store[0].x[1:])
+    code, _, message = call(*migrate, "other.npy")
+    assert code == 2 and "activate another version and delete this folder" in message and "IndexStore" not in message
 
 
 def test_options_may_stand_between_files(data, call):
