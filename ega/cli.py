@@ -18,6 +18,7 @@ import ega
 
 # %% ../nbs/library/29_cli.ipynb #checks
 _ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
+_FILE_ENDINGS = (".npy", ".npz", ".parquet", ".csv", ".json", ".safetensors")
 _STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
 
 
@@ -39,12 +40,20 @@ def _check_exists(path, expected):
         raise InputError(f"{path}: no such file; expected {expected}")
 
 
+def _check_folder_name(path):
+    "Raise `InputError` for the name of a file of data where that of a folder is expected."
+    from ega.arrays import InputError
+
+    if not Path(path).is_dir() and Path(path).suffix in _FILE_ENDINGS:
+        raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
+
+
 def _check_store_path(path):
     "Raise `InputError` if there is a file or an adapter where a store should be."
     from ega.arrays import InputError
 
     is_adapter = (Path(path) / "adapter.safetensors").is_file()
-    if Path(path).is_file() or is_adapter:
+    if Path(path).exists() and not Path(path).is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
 
 
@@ -92,16 +101,30 @@ def _check_fit(args):
         flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
         _refuse(flags, "with --max-unseen-loss none, which compares nothing")
     _check_data(args)
-    if args.out.endswith(".safetensors"):
-        raise InputError(f"{args.out}: expected the name of a folder, got that of a file; leave out the ending")
+    if not Path(args.out).is_file():
+        _check_folder_name(args.out)
     check_output(args.out, overwrite=args.overwrite)
     _check_device(args.device)
+
+
+def _check_description_file(path):
+    "Raise `InputError` if there is no description beside the weights of an adapter."
+    from ega.arrays import InputError
+
+    path = Path(path)
+    weights = path / "adapter.safetensors" if path.is_dir() else path
+    if weights.suffix == ".safetensors" and not weights.with_suffix(".json").is_file():
+        raise InputError(
+            f"{path}: expected the folder written by `ega fit`, got weights without the description "
+            f"{weights.with_suffix('.json').name}; weights alone can transform, migrate and search"
+        )
 
 
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
     _check_adapter(args.adapter)
     _check_data(args)
+    _check_description_file(args.adapter)
 
 
 def _check_report(args):
@@ -117,6 +140,7 @@ def _check_report(args):
     if args.show:
         _check_exists(args.show, "a folder of images or a .csv of texts")
         check_installed("PIL", extra="report")
+    _check_description_file(args.adapter)
 
 
 def _check_embed(args):
@@ -138,6 +162,8 @@ def _check_embed(args):
         _refuse({"--seed": args.seed}, "without --per-class")
     check_encoder(args.encoder)
     endings = (".parquet",) if args.out.endswith(".parquet") else ()
+    if not endings:
+        _check_folder_name(args.out)
     check_output(args.out, endings=endings, overwrite=args.overwrite or not endings)
     _check_device(args.device)
 
@@ -183,6 +209,7 @@ def _check_migrate(args):
         flags = {"--vectors": args.vectors, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
     _check_store_path(args.store)
+    _check_folder_name(args.store)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
     else:
@@ -225,8 +252,11 @@ def _check_info(args):
     if path.is_dir():
         if not (path / "adapter.safetensors").is_file():
             raise InputError(f"{path}: this folder holds no adapter; expected {expected}")
+        _check_description_file(path)
     elif path.suffix not in (".parquet", ".safetensors") or not path.is_file():
         raise InputError(f"{path}: expected {expected}")
+    elif path.suffix == ".safetensors":
+        _check_description_file(path)
 
 
 def _describe_pack(path):
@@ -347,6 +377,17 @@ def _read_inputs(args, fitted_classes=()):
     return x, y
 
 
+def _check_width(path, x, adapter):
+    "Raise `InputError` if the embeddings of a file have other columns than those that an adapter was fitted on."
+    from ega.arrays import InputError
+
+    if x.shape[1] != adapter.n_features_in_:
+        raise InputError(
+            f"{path}: expected {adapter.n_features_in_} columns, as the adapter has, got {x.shape[1]}; use embeddings "
+            "from the same encoder"
+        )
+
+
 def _show_progress(args):
     return not args.quiet and sys.stderr.isatty()
 
@@ -363,7 +404,10 @@ def _fit(args):
     labels, classes = encode_labels(y, len(x), unlabelled=args.unlabelled)
     check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
     if not args.json:
-        print(f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} classes", flush=True)
+        print(
+            f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} class{'es' * (len(classes) != 1)}",
+            flush=True,
+        )
     if applied := _adapters_of(args.source, args.column):
         print(
             f"note: the vectors in {args.source} were adapted already, by the adapter {', '.join(applied)}; the new "
@@ -486,6 +530,7 @@ def _evaluate(args):
     adapter = EmbeddingAdapter.load(args.adapter)
     _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     if args.json:
         print(json.dumps(_records(table)))
@@ -503,6 +548,7 @@ def _report(args):
     adapter = EmbeddingAdapter.load(args.adapter)
     _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
     comparison = write_report(
         adapter,
         x,
@@ -1101,11 +1147,22 @@ def _discard_output():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _check_not_empty(args):
+    "Raise `InputError` for an argument that is the empty text, such as of a shell variable that is not set."
+    from ega.arrays import InputError
+
+    for action in args.parser._actions:
+        if getattr(args, action.dest, None) == "" and action.const != "":
+            name = (action.option_strings or [action.metavar or action.dest])[-1]
+            raise InputError(f"{name} is empty; expected a value: give one, or leave the argument out")
+
+
 def _run_parsed(args, complain):
     "Check the parsed arguments and run the command; print an exception as one sentence and return the exit code."
     from ega.arrays import InputError  # after parsing: help needs no NumPy
 
     try:
+        _check_not_empty(args)
         if getattr(args, "check", None):
             args.check(args)
         args.run(args)

@@ -564,6 +564,12 @@ def write_wrong_labels(x, y):
     "Files of labels and of embeddings that are refused, and the folder of an adapter."
     for name in ("y.json", "y.txt", "labels"):
         Path(name).write_text("\n".join(map(str, y)))
+    np.save("cube.npy", x.reshape(120, 4, 2))
+    np.savez("y.npz", y=y)
+    Path("model.pt").write_text("weights")
+    pd.DataFrame({"id": np.arange(120), "v": list(x)}).to_parquet("ids.parquet")
+    pd.DataFrame({"id": 0, "label": y}).to_csv("twice.ids.csv", index=False)
+    pd.DataFrame({"id": np.arange(120) + 1000, "label": y}).to_csv("other.ids.csv", index=False)
     np.save("objects.npy", y.astype(str).astype(object), allow_pickle=True)
     np.save("none.npy", np.full(120, -1))
     Path("spaced.csv").write_text("id, label\n" + "".join(f"{i}, {label}\n" for i, label in enumerate(y)))
@@ -581,7 +587,7 @@ def data(tmp_path, monkeypatch):
     return write_data()
 
 
-WRONG = {  # arguments: words of the message
+WRONG = {  # arguments, = for an empty one: words of the message
     "fit missing.npy y.npy -o out": "missing.npy: no such file; expected embeddings in .npy, .npz, .safetensors",
     "fit x.npy missing.csv -o out": "missing.csv: no such file; expected labels in .npy, .csv or .parquet",
     "fit x.npy short.npy -o out": "y must have one label per row: 120 rows, 119 labels",
@@ -594,6 +600,18 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o x.npy": "x.npy is a file, expected a folder",
     "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
     "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
+    "fit x.npy y.npy -o out.npy": "out.npy: expected the name of a folder",
+    "fit x.npy y.npy -o =": "--out is empty; expected a value",
+    "fit = y.npy -o out": "source is empty; expected a value",
+    "fit x.npy y.csv --label-column = -o out": "--label-column is empty; expected a value",
+    "fit y.npy x.npy -o out": "y.npy: expected rows of shape (n, d), got (120,); name the file of embeddings; one",
+    "fit cube.npy y.npy -o out": "got (120, 4, 2); flatten all axes but the first",
+    "fit /dev/null y.npy -o out": "/dev/null: not a regular file; expected embeddings",
+    "fit x.npy /dev/null -o out": "/dev/null: not a regular file; expected labels",
+    "fit model.pt y.npy -o out": "got '.pt'; save its matrix with np.save, or rename the file",
+    "fit x.npy y.npz -o out": "got '.npz'; save the array of labels by itself with np.save",
+    "fit ids.parquet twice.ids.csv -o out": "but in row 1 the column 'id' holds '0' and not '1'; give the labels of",
+    "fit ids.parquet other.ids.csv -o out": "but in row 0 the column 'id' holds '1000' and not '0'; give the labels of",
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
     "fit x.npy y.npy -o out --method ?": "such as affine_nca, wccn, lda; got '?'",
     "fit x.npy y.npy -o out --method nope": "such as affine_nca, wccn, lda; got 'nope'",
@@ -633,6 +651,13 @@ WRONG = {  # arguments: words of the message
     "evaluate x.npy y.npy": "x.npy: no such adapter; expected the folder",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; convert it: np.save",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
+    "migrate a.safetensors /dev/null --vectors x.npy": "/dev/null: this is a file; expected a LanceDB table",
+    "migrate a.safetensors new.npy --vectors x.npy": "new.npy: expected the name of a folder, got that of a file",
+    "migrate a.safetensors versions --activate =": "--activate is empty; expected a value",
+    "info x.parquet": "x.parquet: expected a pack, but this Parquet file lacks the JSON metadata",
+    "info a.safetensors": "expected the folder written by `ega fit`, got weights without the description a.json",
+    "evaluate a.safetensors x.npy y.npy": "expected the folder written by `ega fit`, got weights without",
+    "report fitted x.npy y.npy": "fitted: expected the folder written by `ega fit`, got weights without",
     "migrate a.safetensors fitted --vectors x.npy": "fitted: this is the folder of an adapter; expected a LanceDB",
     "migrate a.safetensors t.lance --vectors x.npy": "x.npy: expected a pack (.parquet)",
     "search a.safetensors versions x.npy -k x": "value must be an integer, got 'x'",
@@ -646,6 +671,7 @@ WRONG = {  # arguments: words of the message
     "report a.safetensors x.npy y.npy -o r.pdf": "r.pdf: expected a file ending in .html or .md, got '.pdf'",
     "report a.safetensors x.npy y.npy -o taken.html": "taken.html exists already",
     "report a.safetensors x.npy y.npy -o there": "there is a folder, expected a file ending in .html or .md",
+    "report a.safetensors x.npy y.npy -o r": "r: expected a file ending in .html or .md, got 'no ending'",
     "report a.safetensors x.npy y.npy --show missing": "missing: no such file; expected a folder of images",
     "transform none x.npy -o z.npy": "none: no such adapter",
     "transform a.safetensors missing.npy -o z.npy": "missing.npy: no such file",
@@ -669,6 +695,7 @@ WRONG = {  # arguments: words of the message
     "embed there --encoder timm:x --splits train": "--splits has no effect without --dataset",
     "embed there --encoder timm:x --seed 3": "--seed has no effect without --per-class",
     "embed there --encoder timm:x -o x.npy/y.parquet": "x.npy is a file; choose another folder",
+    "embed there --encoder timm:x -o e.npy": "e.npy: expected the name of a folder, got that of a file",
     "embed missing --encoder timm:x": "missing: no such file",
 }
 
@@ -688,7 +715,7 @@ def refused(tmp_path_factory):
         for command in json.load(sys.stdin):
             with contextlib.redirect_stderr(io.StringIO()) as message:
                 try:
-                    exit_code = main(command.split())
+                    exit_code = main(["" if word == "=" else word for word in command.split()])
                 except SystemExit as error:
                     exit_code = error.code
             heavy = sorted({"torch", "sklearn"} & set(sys.modules))
@@ -1060,6 +1087,24 @@ def test_fit_without_comparison_and_with_any_number_of_jobs(data, call):
     assert found["fingerprint"] == adapter.fingerprint_ and found["table"] == []
     parsed = cli.parser().parse_args([*fit, "2", "-o", "out", "--n-jobs", "-3"])
     assert parsed.n_jobs == -3 and parsed.max_unseen_loss == 2
+
+
+def test_embeddings_of_another_width_are_named_by_their_file(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    np.save("narrow.npy", data[0][:, :5])
+    for command in (("evaluate",), ("report", "-o", "r.md")):
+        code, _, message = call(*command, "out", "narrow.npy", "y.npy")
+        assert code == 2 and "narrow.npy: expected 8 columns, as the adapter has, got 5" in message
+
+
+def test_labels_with_ids_beside_a_pack_without_ids_are_read(data, call):
+    "Such a pack holds the row numbers, which are no ids of its maker."
+    write_pack(EmbeddingSet(*data, meta={"set": "s", "encoder": "e"}), "p.parquet")
+    fit = ("fit", "p.parquet", "other.ids.csv", "-o", "out", "--method", "wccn", "--max-unseen-loss", "none")
+    assert call(*fit, "--quiet")[0] == 0
+    write_pack(EmbeddingSet(*data, ids=[f"r{i}" for i in range(120)], meta={"set": "s", "encoder": "e"}), "q.parquet")
+    code, _, message = call("fit", "q.parquet", *fit[2:], "--overwrite", "--quiet")
+    assert code == 2 and "in row 0 the column 'id' holds '1000' and not 'r0'" in message
 
 
 def test_evaluate_and_report_name_the_classes_that_the_adapter_lacks(data, call):
