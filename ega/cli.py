@@ -503,8 +503,8 @@ def _describe_classes(y, unlabelled, fitted):
     unknown = classes[~is_fitted].tolist()
     if not unknown:
         return f"{text}, and no others."
-    some = ", ".join(str(name)[:30] for name in unknown[:5]) + ", ..." * (len(unknown) > 5)
-    return f"{text}; {len(unknown):,} others are unknown to it and count as unseen: {some}."
+    some = ", ".join(str(name)[:30] for name in unknown[:5]) + (", ..." if len(unknown) > 5 else ".")
+    return f"{text}; {len(unknown):,} others are unknown to it and count as unseen: {some}"
 
 
 def _sentences(table, classes):
