@@ -324,7 +324,7 @@ def check_method(
     if isinstance(method, str) and isinstance(METHODS.get(method), MethodPreset):
         return method
     others = [name for name in METHODS if name not in ABLATIONS]
-    similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.6)
+    similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.5)
     similar.sort(key=lambda name: name not in RECOMMENDED_METHODS)
     names = dict.fromkeys([*similar, "affine_nca", "wccn", "lda"])
     raise InputError(

@@ -615,7 +615,7 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
     "fit x.npy y.npy -o out --method ?": "such as affine_nca, wccn, lda; got '?'",
     "fit x.npy y.npy -o out --method nope": "such as affine_nca, wccn, lda; got 'nope'",
-    "fit x.npy y.npy -o out --method whitening": "such as whitened_nca, affine_nca, wccn, lda; got 'whitening'",
+    "fit x.npy y.npy -o out --method whitening": "such as whitened_nca, discriminant_whitening, whitened_supcon",
     "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
     "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
