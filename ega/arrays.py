@@ -430,7 +430,7 @@ def _label_array(y, n):
 
 # %% ../nbs/library/01_arrays.ipynb #distinct-labels
 _TYPE_ADVICE = {
-    "bool": "use y.astype(int)",
+    "bool": "use y.astype(int), in a file 0 and 1",
     "bytes": "decode them, such as with [v.decode() for v in y]",
 }
 
@@ -475,10 +475,11 @@ def _check_missing_texts(counts):
     found = {value: n for value, n in counts.items() if isinstance(value, str) and value and _may_be_missing(value)}
     if found:
         listed = ", ".join(f"{value!r} ({n} row{'s' * (n > 1)})" for value, n in found.items())
+        flags = " ".join(f"--unlabelled {shlex.quote(value)}" for value in found)
         raise InputError(
             f"texts that often stand for a missing label are among the labels: {listed}; if these rows have no label, "
-            f"pass unlabelled={list(found)} (--unlabelled {shlex.join(found)}); if these are names of classes, pass "
-            "unlabelled=[] (--unlabelled without a value)"
+            f"pass unlabelled={list(found)} ({flags}); if these are names of classes, pass unlabelled=[] "
+            "(--no-unlabelled)"
         )
 
 
@@ -494,14 +495,17 @@ def _unlabelled_values(
         return none
     if isinstance(unlabelled, (str, bytes)) or not isinstance(unlabelled, Iterable):
         raise InputError(f"unlabelled must be a list of labels, got {unlabelled!r}; use unlabelled=[{unlabelled!r}]")
+    has_texts = any(isinstance(value, str) and value for value in counts)
     for given in unlabelled:
         text, number = str(given), _parse_number(given)
         found = {value for value in counts if (value == text if isinstance(value, str) else value == number)}
-        is_missing = _may_be_missing(text) and (has_missing or any(value == -1 for value in counts))
-        if not found and not is_missing:
+        is_mark = has_missing and _may_be_missing(text) and number != -1
+        if not found and not (is_mark and not (has_texts and isinstance(given, str))):
             some = ", ".join(map(repr, list(counts)[:5]))
+            anyway = "; rows without a label are unlabelled in any case" if has_missing or none else ""
             raise InputError(
                 f"unlabelled: no row has the label {short_repr(given)}; correct it or leave it out (labels: {some})"
+                f"{anyway}"
             )
         none |= found
     return none
@@ -519,6 +523,15 @@ def _check_blanks(classes):
             )
 
 
+def _check_fractions(numbers):
+    "Raise `InputError` for a number that is not an integer."
+    if fractions := [v for v in numbers if isinstance(v, (float, np.floating)) and not float(v).is_integer()]:
+        raise InputError(
+            f"labels must be integers or texts, got {fractions[0]}; if such numbers name classes, make them texts: "
+            f"y.astype(str), in a .csv file such as 'class {fractions[0]}'"
+        )
+
+
 def _to_classes(
     values,  # distinct labels, without those that mean `no label`
 ):  # (C,) int64 or str, ascending
@@ -534,10 +547,7 @@ def _to_classes(
         if np.array(texts).tolist() != texts:
             raise InputError("a label ends in the character NUL, which NumPy does not keep; remove it")
         return np.array(texts)
-    if fractions := [v for v in numbers if isinstance(v, (float, np.floating)) and not float(v).is_integer()]:
-        raise InputError(
-            f"labels must be integers or texts, got {fractions[0]}; if such numbers name classes, use y.astype(str)"
-        )
+    _check_fractions(numbers)
     classes = sorted(map(int, numbers))
     if classes and classes[0] < 0:
         raise InputError(
@@ -567,11 +577,22 @@ def encode_labels(
 
 # %% ../nbs/library/01_arrays.ipynb #parse-label-fields
 _INTEGER_FIELD = re.compile(r"(-?[1-9][0-9]*|0)(?:\.0*)?")  # 3, 3.0, -1; not 007
+_NUMBER_FIELD = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")  # also 007, .5 and 1e-3
+
+
+def _check_fields(fields):
+    "Raise `InputError` if fields, none of them missing, are numbers and some are fractions, or if all are Booleans."
+    if all(_NUMBER_FIELD.fullmatch(field.strip()) for field in fields):
+        _check_fractions([float(field) for field in fields])
+    if fields and all(field.strip().casefold() in ("true", "false") for field in fields):
+        _check_label_types([bool])
 
 
 def parse_label_fields(
     fields: Sequence[str],  # (n,) texts of a column
     unlabelled: "Sequence | None" = None,  # as for encode_labels: these fields do not count
+    *,
+    as_texts: bool = False,  # also of integers (3.0 is "3"), fractions and Booleans, because fit had texts
 ) -> np.ndarray:  # (n,) int64, -1 where missing; or objects: the texts, or integers and values of `unlabelled`
     "Labels in a column without a type: integers if every field is an integer or missing, else the texts."
     given = {str(value) for value in unlabelled or ()}
@@ -583,12 +604,16 @@ def parse_label_fields(
             labels[field] = field
         else:
             labels[field] = -1 if _may_be_missing(field) else None
+    if not as_texts:
+        _check_fields([f for f in dict.fromkeys(fields) if f not in given and not _may_be_missing(f)])
     integers = [value for value in labels.values() if isinstance(value, int)]
     fit_in_int64 = all(-(2**63) <= value < 2**63 for value in integers)
     if None in labels.values() or not any(_INTEGER_FIELD.fullmatch(f.strip()) for f in labels) or not fit_in_int64:
         return np.array(fields, dtype=object)
-    kind = np.int64 if len(integers) == len(labels) else object
-    return np.array([labels[field] for field in fields], dtype=kind)
+    values = [labels[field] for field in fields]
+    if as_texts:
+        return np.array([None if value == -1 else str(value) for value in values], dtype=object)
+    return np.array(values, dtype=np.int64 if len(integers) == len(labels) else object)
 
 # %% ../nbs/library/01_arrays.ipynb #match-classes
 def _written_integer(text):

@@ -7,6 +7,7 @@ __all__ = ['ADAPTER_HELP', 'MATRIX_COLUMN_HELP', 'parser', 'run_command', 'main'
 
 # %% ../nbs/library/29_cli.ipynb #a766db28
 import argparse
+import errno
 import json
 import os
 import sys
@@ -16,16 +17,18 @@ from pathlib import Path
 import ega
 
 # %% ../nbs/library/29_cli.ipynb #checks
+_ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
+_FILE_ENDINGS = (".npy", ".npz", ".parquet", ".csv", ".json", ".safetensors")
 _STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
 
 
 def _refuse(flags, because):
-    "Raise `InputError` for the first flag of {flag: value} that was given, although it has no effect."
+    "Raise `InputError` for the flags of {flag: value} that were given, although they have no effect."
     from ega.arrays import InputError
 
-    for flag, value in flags.items():
-        if value not in (None, False):
-            raise InputError(f"{flag} has no effect {because}; leave it out")
+    if given := [flag for flag, value in flags.items() if value is not None and value is not False]:
+        has, it = ("has", "it") if len(given) == 1 else ("have", "them")
+        raise InputError(f"{', '.join(given)} {has} no effect {because}; leave {it} out")
 
 
 def _check_exists(path, expected):
@@ -37,12 +40,20 @@ def _check_exists(path, expected):
         raise InputError(f"{path}: no such file; expected {expected}")
 
 
+def _check_folder_name(path):
+    "Raise `InputError` for the name of a file of data where that of a folder is expected."
+    from ega.arrays import InputError
+
+    if not Path(path).is_dir() and Path(path).suffix in _FILE_ENDINGS:
+        raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
+
+
 def _check_store_path(path):
     "Raise `InputError` if there is a file or an adapter where a store should be."
     from ega.arrays import InputError
 
     is_adapter = (Path(path) / "adapter.safetensors").is_file()
-    if Path(path).is_file() or is_adapter:
+    if Path(path).exists() and not Path(path).is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
 
 
@@ -67,17 +78,13 @@ def _check_device(device):
 def _check_data(args):
     "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
     from ega.arrays import InputError
-    from ega.vectors import check_embeddings_file
+    from ega.vectors import check_embeddings_file, check_labels_file
 
     check_embeddings_file(args.source, args.column)
-    if files := [value for value in args.unlabelled or () if Path(value).is_file()]:
-        raise InputError(
-            f"--unlabelled takes every value behind it, also {files[0]}; name the files before the options"
-        )
     if args.labels is not None:
-        _check_exists(args.labels, "a file of labels")
-        if Path(args.labels).is_dir():
-            raise InputError(f"{args.labels}: this is a folder; expected a file of labels: .npy, .csv or .parquet")
+        if args.unlabelled and not Path(args.labels).exists():
+            raise InputError(f"{args.labels}: no such file of labels; {_ONE_VALUE}")
+        check_labels_file(args.labels)
 
 # %% ../nbs/library/29_cli.ipynb #check-fit
 def _check_fit(args):
@@ -90,17 +97,34 @@ def _check_fit(args):
         check_method(args.method)
     elif args.max_unseen_loss is None:
         raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
+    if args.max_unseen_loss is None:
+        flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
+        _refuse(flags, "with --max-unseen-loss none, which compares nothing")
     _check_data(args)
-    if args.out.endswith(".safetensors"):
-        raise InputError(f"{args.out}: expected the name of a folder, got that of a file; leave out the ending")
+    if not Path(args.out).is_file():
+        _check_folder_name(args.out)
     check_output(args.out, overwrite=args.overwrite)
     _check_device(args.device)
+
+
+def _check_description_file(path):
+    "Raise `InputError` if there is no description beside the weights of an adapter."
+    from ega.arrays import InputError
+
+    path = Path(path)
+    weights = path / "adapter.safetensors" if path.is_dir() else path
+    if weights.suffix == ".safetensors" and not weights.with_suffix(".json").is_file():
+        raise InputError(
+            f"{path}: expected the folder written by `ega fit`, got weights without the description "
+            f"{weights.with_suffix('.json').name}; weights alone can transform, migrate and search"
+        )
 
 
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
     _check_adapter(args.adapter)
     _check_data(args)
+    _check_description_file(args.adapter)
 
 
 def _check_report(args):
@@ -116,6 +140,7 @@ def _check_report(args):
     if args.show:
         _check_exists(args.show, "a folder of images or a .csv of texts")
         check_installed("PIL", extra="report")
+    _check_description_file(args.adapter)
 
 
 def _check_embed(args):
@@ -137,6 +162,8 @@ def _check_embed(args):
         _refuse({"--seed": args.seed}, "without --per-class")
     check_encoder(args.encoder)
     endings = (".parquet",) if args.out.endswith(".parquet") else ()
+    if not endings:
+        _check_folder_name(args.out)
     check_output(args.out, endings=endings, overwrite=args.overwrite or not endings)
     _check_device(args.device)
 
@@ -182,6 +209,7 @@ def _check_migrate(args):
         flags = {"--vectors": args.vectors, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
     _check_store_path(args.store)
+    _check_folder_name(args.store)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
     else:
@@ -214,15 +242,29 @@ def _check_search(args):
     _check_store(args)
 
 # %% ../nbs/library/29_cli.ipynb #info
-def _info(args):
-    "Print what a pack holds."
+def _check_info(args):
+    "Check the argument of `ega info`."
     from ega.arrays import InputError
+
+    path, expected = Path(args.path), "a pack, a .parquet file of `ega embed`, or the folder of `ega fit`"
+    if not path.exists():
+        raise InputError(f"{path}: no such file; expected {expected}")
+    if path.is_dir():
+        if not (path / "adapter.safetensors").is_file():
+            raise InputError(f"{path}: this folder holds no adapter; expected {expected}")
+        _check_description_file(path)
+    elif path.suffix not in (".parquet", ".safetensors") or not path.is_file():
+        raise InputError(f"{path}: expected {expected}")
+    elif path.suffix == ".safetensors":
+        _check_description_file(path)
+
+
+def _describe_pack(path):
+    "What a pack holds, as a dictionary."
     from ega.packs import read_pack
 
-    if Path(args.pack).is_file() and Path(args.pack).suffix != ".parquet":
-        raise InputError(f"{args.pack}: expected a pack, a .parquet file written by ega.write_pack or `ega embed`")
-    es = read_pack(args.pack)
-    contents = {
+    es = read_pack(path)
+    return {
         "set": es.meta.get("set"),
         "encoder": es.meta.get("encoder"),
         "rows": es.n,
@@ -233,11 +275,36 @@ def _info(args):
         "licence": es.meta.get("licence"),
         "source": es.meta.get("source"),
     }
+
+
+def _describe_adapter(path):
+    "What an adapter of `ega fit` is, as a dictionary."
+    from ega.estimator import EmbeddingAdapter
+
+    adapter = EmbeddingAdapter.load(path)
+    selection = adapter.selection_
+    return {
+        "method": selection.method,
+        "strength": selection.strength,
+        "reason": selection.reason,
+        "max_unseen_loss": adapter.max_unseen_loss,
+        "dim": adapter.n_features_in_,
+        "classes": len(adapter.classes_),
+        "rows": len(adapter.fit_row_hashes_),
+        "fingerprint": adapter.fingerprint_,
+    }
+
+
+def _info(args):
+    "Print what a pack holds, or what an adapter is."
+    is_pack = Path(args.path).suffix == ".parquet" and not Path(args.path).is_dir()
+    contents = (_describe_pack if is_pack else _describe_adapter)(args.path)
     if args.json:
         print(json.dumps(contents))
         return
+    width = max(map(len, contents))
     for name, value in contents.items():
-        print(f"{name:>10}  {value}")
+        print(f"{name:>{width}}  {value}")
 
 # %% ../nbs/library/29_cli.ipynb #embed
 def _embed(args):
@@ -310,6 +377,17 @@ def _read_inputs(args, fitted_classes=()):
     return x, y
 
 
+def _check_width(path, x, adapter):
+    "Raise `InputError` if the embeddings of a file have other columns than those that an adapter was fitted on."
+    from ega.arrays import InputError
+
+    if x.shape[1] != adapter.n_features_in_:
+        raise InputError(
+            f"{path}: expected {adapter.n_features_in_} columns, as the adapter has, got {x.shape[1]}; use embeddings "
+            "from the same encoder"
+        )
+
+
 def _show_progress(args):
     return not args.quiet and sys.stderr.isatty()
 
@@ -326,7 +404,10 @@ def _fit(args):
     labels, classes = encode_labels(y, len(x), unlabelled=args.unlabelled)
     check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
     if not args.json:
-        print(f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} classes", flush=True)
+        print(
+            f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} class{'es' * (len(classes) != 1)}",
+            flush=True,
+        )
     if applied := _adapters_of(args.source, args.column):
         print(
             f"note: the vectors in {args.source} were adapted already, by the adapter {', '.join(applied)}; the new "
@@ -335,13 +416,12 @@ def _fit(args):
         )
     from ega.estimator import EmbeddingAdapter
 
+    given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
     adapter = EmbeddingAdapter(
         args.method,
         max_unseen_loss=args.max_unseen_loss,
-        unseen_share=args.unseen_share,
-        confidence=args.confidence,
+        **{name: value for name, value in given.items() if value is not None},
         random_state=args.seed,
-        n_jobs=args.n_jobs,
         device=args.device,
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
@@ -413,13 +493,28 @@ def _fit_locked(args):
                 folder.rmdir()
 
 # %% ../nbs/library/29_cli.ipynb #evaluate
-def _sentences(table):
-    "What the table of `ega.evaluate` says, and what limits it."
+def _describe_classes(y, unlabelled, fitted):
+    "Say how many classes of the adapter occur in the labels, and which classes of the labels the adapter lacks."
+    from ega.arrays import encode_labels, match_classes
+
+    classes = encode_labels(y, unlabelled=unlabelled)[1]
+    is_fitted = match_classes(classes, fitted)
+    text = f"Classes: {is_fitted.sum():,} of the {len(fitted):,} that the adapter was fitted on occur"
+    unknown = classes[~is_fitted].tolist()
+    if not unknown:
+        return f"{text}, and no others."
+    some = ", ".join(str(name)[:30] for name in unknown[:5]) + (", ..." if len(unknown) > 5 else ".")
+    return f"{text}; {len(unknown):,} others are unknown to it and count as unseen: {some}"
+
+
+def _sentences(table, classes):
+    "What the table of `ega.evaluate` says, which classes there are, and what limits it."
     import textwrap
 
     from ega.evaluation import caveats, summary_sentence
 
-    return "\n".join(textwrap.fill(text, 80) for text in (summary_sentence(table), *caveats(table)))
+    texts = (summary_sentence(table), classes, *caveats(table))
+    return "\n".join(textwrap.fill(text, 80, break_on_hyphens=False) for text in texts)
 
 
 def _records(table):
@@ -435,11 +530,13 @@ def _evaluate(args):
     adapter = EmbeddingAdapter.load(args.adapter)
     _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     if args.json:
         print(json.dumps(_records(table)))
     else:
-        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table)}")
+        classes = _describe_classes(y, args.unlabelled, adapter.classes_)
+        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}")
 
 # %% ../nbs/library/29_cli.ipynb #report
 def _report(args):
@@ -451,6 +548,7 @@ def _report(args):
     adapter = EmbeddingAdapter.load(args.adapter)
     _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
     comparison = write_report(
         adapter,
         x,
@@ -465,7 +563,8 @@ def _report(args):
         result = {name: _records(getattr(comparison, name)) for name in tables}
         print(json.dumps({"out": args.out} | result))
     else:
-        print(f"{_sentences(comparison.evaluation)}\n{args.out}")
+        classes = _describe_classes(y, args.unlabelled, adapter.classes_)
+        print(f"{_sentences(comparison.evaluation, classes)}\n{args.out}")
 
 # %% ../nbs/library/29_cli.ipynb #transform
 def _check_description(path):
@@ -815,11 +914,19 @@ def _data_arguments(command):
         metavar="NAME",
         help="column of a .csv or .parquet of labels (default: label, or the only one)",
     )
-    add(
+    group = command.add_mutually_exclusive_group()
+    group.add_argument(
         "--unlabelled",
-        nargs="*",
+        action="append",
         metavar="VALUE",
-        help="further labels that mean no label, such as nan or -1 among texts; without a VALUE all texts are classes",
+        help="a further label that means no label, such as nan or -1 among texts; once for each value",
+    )
+    group.add_argument(
+        "--no-unlabelled",
+        dest="unlabelled",
+        action="store_const",
+        const=[],
+        help="all texts are names of classes, also nan and -1",
     )
     add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
@@ -838,14 +945,12 @@ def _selection_arguments(add):
         "--unseen-share",
         type=_SHARE,
         metavar="S",
-        default=0.5,
         help="share of the queries expected from unseen classes, the weight of their change in the gain (default: 0.5)",
     )
     add(
         "--confidence",
         type=_CONFIDENCE,
         metavar="C",
-        default=0.95,
         help="one-sided, of each candidate by itself (default: 0.95)",
     )
     add(
@@ -968,9 +1073,9 @@ def _add_data_commands(add):
     command.description += " Needs pip install 'ega[report]'."
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _report_arguments(command)
-    command = add("info", _info, "describe a pack")
+    command = add("info", _info, "describe a pack or an adapter", _check_info)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
-    command.add_argument("pack", help="a .parquet pack")
+    command.add_argument("path", help="a .parquet pack, or the folder written by `ega fit`")
     _add_json_and_quiet(command, quiet=False)
 
 
@@ -1021,7 +1126,8 @@ def _describe_os_error(error):
     if not error.errno or not error.strerror:
         return " ".join(str(error).split())[:1000]
     place = error.filename if error.filename is not None else "a file or the standard output"
-    return f"{place} cannot be read or written: {error.strerror}"
+    advice = "; make room on the disk or choose another" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{place} cannot be read or written: {error.strerror}{advice}"
 
 
 def _fill_positionals(args, rest):
@@ -1041,11 +1147,22 @@ def _discard_output():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _check_not_empty(args):
+    "Raise `InputError` for an argument that is the empty text, such as of a shell variable that is not set."
+    from ega.arrays import InputError
+
+    for action in args.parser._actions:
+        if getattr(args, action.dest, None) == "" and action.const != "":
+            name = (action.option_strings or [action.metavar or action.dest])[-1]
+            raise InputError(f"{name} is empty; expected a value: give one, or leave the argument out")
+
+
 def _run_parsed(args, complain):
     "Check the parsed arguments and run the command; print an exception as one sentence and return the exit code."
     from ega.arrays import InputError  # after parsing: help needs no NumPy
 
     try:
+        _check_not_empty(args)
         if getattr(args, "check", None):
             args.check(args)
         args.run(args)
@@ -1086,7 +1203,8 @@ def run_command(
             sys.stdout.flush()  # the help
             raise
         if rest := _fill_positionals(args, rest):
-            args.parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the command, not of all
+            hint = f"; {_ONE_VALUE}" if getattr(args, "unlabelled", None) else ""
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")  # with the usage of the command
         # Set before torch loads: on a busy machine threads that spin while they wait take time from those that work.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         exit_code = _run_parsed(args, complain)
@@ -1105,9 +1223,5 @@ def run_command(
 def main(
     argv: "Sequence[str] | None" = None,  # arguments; None: those of the process
 ) -> int:  # exit code: 0 done, 1 failure, 2 bad input, 130 interrupted, 141 the reader of the output is gone
-    "The command `ega`."
-    try:
-        return run_command(parser(), argv)
-    except KeyboardInterrupt:  # before the command runs, such as while NumPy loads
-        print("ega: interrupted; run the same command again", file=sys.stderr)
-        return 130
+    "The command `ega`; the entry point is `ega.__main__.main`, which also handles Ctrl-C before the command runs."
+    return run_command(parser(), argv)

@@ -320,10 +320,13 @@ DEFAULT_EPOCHS = 24  # of a method that a user names; experiments state theirs
 def check_method(
     method: Any,  # value to check
 ) -> str:
-    "Return a name that `METHODS` has, or raise `InputError`, which suggests similar names."
+    "Return a name that `METHODS` has, or raise `InputError`, which suggests similar and recommended names."
     if isinstance(method, str) and isinstance(METHODS.get(method), MethodPreset):
         return method
-    names = difflib.get_close_matches(str(method).lower(), METHODS, n=3, cutoff=0.5) or ["wccn", "lda", "affine_nca"]
+    others = [name for name in METHODS if name not in ABLATIONS]
+    similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.5)
+    similar.sort(key=lambda name: name not in RECOMMENDED_METHODS)
+    names = dict.fromkeys([*similar, "affine_nca", "wccn", "lda"])
     raise InputError(
         f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {short_repr(method)} (a loss "
         "or a method of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig)))"

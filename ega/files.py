@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'check_path', 'file_lock', 'atomic_write',
-           'check_output', 'file_hash', 'hash_arrays', 'short_error', 'check_decompressed_size', 'read_json',
-           'read_csv_columns', 'open_npy', 'read_npz']
+           'check_output', 'file_hash', 'hash_arrays', 'short_error', 'check_decompressed_size', 'check_is_file',
+           'read_json', 'read_csv_columns', 'open_npy', 'read_npz']
 
 # %% ../nbs/library/03_files.ipynb #exported-imports
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -74,6 +75,9 @@ def _umask():
         return umask
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def atomic_write(
     path: Path | str,  # final path; its folder is created if it does not exist
@@ -92,12 +96,16 @@ def atomic_write(
     try:
         try:
             yield temporary
+            with open(temporary, "rb") as f:
+                os.fsync(f.fileno())
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the system names no file
         except Exception as error:
             if type(error).__name__ != "SafetensorError":  # what safetensors raises when the disk is full
                 raise
             raise OSError(f"{path} cannot be written: {short_error(error)}") from error
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
         temporary.chmod(0o666 & ~_umask())  # mkstemp creates files that only their owner may read
         temporary.replace(path)
     finally:
@@ -116,7 +124,8 @@ def check_output(
         expected = f"a file ending in {' or '.join(endings)}" if endings else "a folder"
         raise InputError(f"{path} is a {'folder' if endings else 'file'}, expected {expected}; choose another name")
     if endings and path.suffix not in endings:
-        raise InputError(f"{path}: expected a file ending in {' or '.join(endings)}, got {path.suffix!r}; rename it")
+        found = path.suffix or "no ending"
+        raise InputError(f"{path}: expected a file ending in {' or '.join(endings)}, got {found!r}; rename it")
     if path.exists() and not overwrite and (endings or any(path.iterdir())):
         raise InputError(f"{path} exists already; choose another name, or pass overwrite=True (--overwrite)")
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
@@ -202,7 +211,10 @@ def check_decompressed_size(
     return size
 
 
-def _check_is_file(path, expected):
+def check_is_file(
+    path: Path,
+    expected: str,  # description of the expected file, for error messages
+) -> None:
     "Raise `InputError` if a path is not a regular file."
     if not path.is_file():
         problem = "this is a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
@@ -224,7 +236,7 @@ def read_json(
 ) -> Any:  # the decoded value
     "Read a JSON file, or raise `InputError`."
     path = Path(path)
-    _check_is_file(path, expected)
+    check_is_file(path, expected)
     try:
         if path.stat().st_size > max_bytes:
             raise ValueError(f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read")
@@ -297,7 +309,7 @@ def read_csv_columns(
 ) -> dict[str, list[str]]:  # column -> texts; missing fields at the end of a line are ""
     "Read a CSV file as text. An empty line counts as an empty field in a file of one column, else it is skipped."
     path = Path(path)
-    _check_is_file(path, expected)
+    check_is_file(path, expected)
     try:
         text = _decode_table(path.read_bytes())
         header, rows = _split_table(text, _find_delimiter(text))
@@ -334,7 +346,7 @@ def open_npy(
 ) -> np.ndarray:  # read-only memory map
     "Open a NumPy file as a memory map, or raise `InputError` if it is shorter than its header states."
     path = Path(path)
-    _check_is_file(path, "a .npy file")
+    check_is_file(path, "a .npy file")
     try:
         with open(path, "rb") as f:
             shape, fortran, dtype = _read_npy_header(f)
@@ -369,7 +381,7 @@ def read_npz(
 ) -> dict[str, np.ndarray]:  # name -> array
     "Read arrays of a NumPy archive, or raise `InputError`."
     path = Path(path)
-    _check_is_file(path, "a .npz archive")
+    check_is_file(path, "a .npz archive")
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}

@@ -779,13 +779,13 @@ def fit_query_only(
 # %% ../nbs/library/25_index.ipynb #module
 def _check_made_from(folder, made_from):
     "Raise `InputError` if a finished version was built from another file, with another factory or with other ids."
-    before = read_json(folder / "made_from.json", "what a version was built from", hint="drop the version")
+    before = read_json(folder / "made_from.json", "what a version was built from", hint="delete this folder")
     for name, value in made_from.items():
         if before.get(name) != value:
             what = {"source": "from another file of vectors, or the file has changed", "ids": "with other ids"}
             raise InputError(
                 f"{folder} was built {what.get(name, f'with {name}={before.get(name)!r}')}; "
-                "drop this version with IndexStore.drop, or build in another folder"
+                "to build it anew, activate another version and delete this folder, or choose another store"
             )
 
 

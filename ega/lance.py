@@ -242,8 +242,8 @@ class AdaptedTable:
         _check_names(table, [id_column])
         if self.column == vector_column:
             raise InputError(
-                f"the active column is {vector_column!r}, which holds raw vectors; call migrate_table and activate "
-                "first, or search the table without an adapter"
+                f"the table is searched by its column {vector_column!r}, whose vectors are not adapted; adapt and "
+                "activate them first: `ega migrate ADAPTER TABLE --activate`, in Python migrate_table and activate"
             )
         made_by = _column_metadata(table, self.column).get("ega_adapter")
         if made_by != self.adapter.fingerprint:

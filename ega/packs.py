@@ -388,7 +388,8 @@ def _open_pack(path):
         meta = json.loads((table.schema.metadata or {})[b"ega"])
     except READ_ERRORS as error:
         raise InputError(
-            f"{path}: expected JSON metadata under the schema key 'ega', found none; write the file with ega.write_pack"
+            f"{path}: expected a pack, but this Parquet file lacks the JSON metadata under the schema key 'ega'; "
+            "write one with ega.write_pack or `ega embed`"
         ) from error
     return table, check_pack_metadata(meta, path)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VectorFile', 'open_npy_vectors', 'iter_tables', 'open_vectors', 'check_not_adapted', 'iter_normalized_batches',
-           'check_embeddings_file', 'read_embeddings', 'read_labels', 'check_same_order']
+           'check_embeddings_file', 'read_embeddings', 'check_labels_file', 'read_labels', 'check_same_order']
 
 # %% ../nbs/library/05_vectors.ipynb #exported-imports
 import json
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arrays import InputError, as_unit_rows, has_unit_norm, parse_label_fields
-from .files import READ_ERRORS, check_path, open_npy, read_csv_columns, read_npz, short_error
+from .files import READ_ERRORS, check_is_file, check_path, open_npy, read_csv_columns, read_npz, short_error
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
 if TYPE_CHECKING:
@@ -67,9 +67,14 @@ def open_npy_vectors(
         advice = "name the file of embeddings" if header.dtype.kind in "US" else "convert it with .astype('float32')"
         raise InputError(f"{path}: expected embeddings, which are real numbers, got dtype {header.dtype}; {advice}")
     if header.ndim != 2 or 0 in header.shape:
-        raise InputError(
-            f"{path}: expected rows of shape (n, {dim or 'd'}), got {header.shape}; save a matrix with at least one row"
-        )
+        advice = "save a matrix with at least one row"
+        if header.ndim == 1:
+            advice = (
+                "name the file of embeddings; one vector is saved as x[None], labels are named after the embeddings"
+            )
+        elif header.ndim > 2:
+            advice = "flatten all axes but the first"
+        raise InputError(f"{path}: expected rows of shape (n, {dim or 'd'}), got {header.shape}; {advice}")
     if dim not in (None, header.shape[1]):
         raise InputError(
             f"{path}: expected {dim} columns, as the adapter has, got {header.shape[1]}; "
@@ -230,7 +235,7 @@ def _conversion(path):
         return "save its matrix with np.save"
     if path.suffix.lower() in (".csv", ".tsv", ".txt"):
         return f"convert it: np.save('x.npy', pd.read_csv({path.name!r}).to_numpy('float32'))"
-    return "rename or convert it"
+    return "save its matrix with np.save, or rename the file if only its ending is another"
 
 
 def open_vectors(
@@ -240,9 +245,7 @@ def open_vectors(
 ) -> VectorFile:
     "Open a file of vectors and check what its header states, or raise `InputError`."
     path = check_path(path)
-    if not path.is_file():
-        problem = "this is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {problem}; expected a .npy or .parquet file")
+    check_is_file(path, "a .npy or .parquet file")
     if path.suffix == ".npy":
         if column is not None:
             raise InputError(f"{path}: a .npy file has no columns, got column {column!r}; leave out column= (--column)")
@@ -344,9 +347,7 @@ def check_embeddings_file(
 ) -> Path:
     "Raise `InputError` for a file that `read_embeddings` cannot read, as far as its name and header say."
     path, expected = check_path(path), "embeddings in .npy, .npz, .safetensors or .parquet"
-    if not path.is_file():
-        problem = "this is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {problem}; expected {expected}")
+    check_is_file(path, expected)
     if path.suffix in (".npy", ".parquet"):
         open_vectors(path, column=column)
     elif path.suffix not in (".npz", ".safetensors"):
@@ -406,19 +407,16 @@ def _read_csv_labels(path, column, n, unlabelled, as_texts):
             f"{path}: expected one label per row: {n} rows, got {len(fields)} labels below the header {name!r}; "
             "the first line of the file must be the header"
         )
-    labels = parse_label_fields(fields, unlabelled)
-    if as_texts:
-        return np.array([None if label == -1 else str(label) for label in labels.tolist()], dtype=object)
-    return labels
+    return parse_label_fields(fields, unlabelled, as_texts=as_texts)
 
 # %% ../nbs/library/05_vectors.ipynb #read-parquet-labels
 def _is_label_type(arrow_type):
-    "Whether a column of this type holds integers, floats or texts, or categories of them."
+    "Whether `encode_labels` decides about a column of this type: integers, floats, Booleans, texts, categories."
     import pyarrow.types as t
 
     if t.is_dictionary(arrow_type):
         return _is_label_type(arrow_type.value_type)
-    tests = (t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
+    tests = (t.is_integer, t.is_floating, t.is_boolean, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
     return any(test(arrow_type) for test in tests)
 
 
@@ -443,19 +441,35 @@ def _read_parquet_labels(path, column):
     return np.array(labels, dtype=object)
 
 
+_TABLE_ENDINGS = (".csv", ".tsv")  # texts with a header, in any case of letters
+
+
+def check_labels_file(
+    path: Path | str,  # .npy, .csv, .tsv or .parquet file
+) -> Path:
+    "Raise `InputError` for a file that `read_labels` cannot read, as far as its name says."
+    path, expected = check_path(path), "labels in .npy, .csv or .parquet"
+    check_is_file(path, expected)
+    if path.suffix not in (".npy", ".parquet") and path.suffix.lower() not in _TABLE_ENDINGS:
+        advice = "save them as .csv, with the name of the column in the first line"
+        if path.suffix == ".npz":
+            advice = "save the array of labels by itself with np.save"
+        elif path.suffix == ".txt":
+            advice = "rename it to .csv if its first line is a header such as label, else write one first"
+        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; {advice}")
+    return path
+
+
 def read_labels(
-    path: Path | str,  # .npy, .csv or .parquet file
-    column: str | None = None,  # .csv, .parquet: column of labels; None: `label`, else the only one
+    path: Path | str,  # .npy, .csv, .tsv or .parquet file
+    column: str | None = None,  # .csv, .tsv, .parquet: column of labels; None: `label`, else the only one
     n: int | None = None,  # number of rows: empty lines at the end of a CSV file beyond them are dropped
     *,
     unlabelled: Sequence | None = None,  # as for encode_labels: such fields of a CSV file need not be integers
     as_texts: bool = False,  # read integers of a CSV file as texts, because fit had texts
 ) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.arrays.encode_labels`
     "Read stored labels, or raise `InputError`; in a CSV file of one column, an empty line is an unlabelled row."
-    path = check_path(path)
-    if not path.is_file():
-        problem = "this is a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{path}: {problem}; expected a .npy, .csv or .parquet file of labels")
+    path = check_labels_file(path)
     if path.suffix == ".parquet":
         return _read_parquet_labels(path, column)
     if path.suffix == ".npy":
@@ -467,7 +481,7 @@ def read_labels(
 # %% ../nbs/library/05_vectors.ipynb #d3103b2b
 def _read_ids(path):
     "The column `id` of a .csv or .parquet file as texts, None if there is none."
-    if path.suffix == ".csv":
+    if path.suffix.lower() in _TABLE_ENDINGS:
         return read_csv_columns(path, "labels in a .csv file").get("id")
     if path.suffix != ".parquet" or open_parquet(path).schema_arrow.names.count("id") != 1:
         return None
@@ -478,15 +492,22 @@ def check_same_order(
     source: Path | str,  # file of embeddings
     labels: Path | str,  # file of labels
 ) -> None:
-    "Raise `InputError` if the columns `id` of two files hold the same values in another order."
+    "Raise `InputError` if the columns `id` of two files differ; the row numbers stand for ids that a file lacks."
     source, labels = Path(source), Path(labels)
-    ids = _read_ids(labels)
-    if ids is None:
+    ids, expected = _read_ids(labels), _read_ids(source)
+    if ids is None or ids == expected or len(ids) != len(expected or ids):
         return
-    expected = _read_ids(source)
-    if expected is None:
-        expected = [str(i) for i in range(len(ids))]  # the numbers of the rows
-    if ids != expected and sorted(ids) == sorted(expected):
+    numbers = [str(i) for i in range(len(ids))]
+    is_pack = source.suffix == ".parquet" and _pack_metadata(source, open_parquet(source).schema_arrow)
+    if expected is None or is_pack and expected == numbers:  # a pack that was written without ids has the row numbers
+        expected = numbers if sorted(ids) == sorted(numbers) else ids
+    if ids != expected and sorted(ids) != sorted(expected):
+        row = next(i for i, (id_, other) in enumerate(zip(ids, expected)) if id_ != other)
+        raise InputError(
+            f"{labels}: expected the ids of {source}, but in row {row} the column 'id' holds {ids[row]!r} and not "
+            f"{expected[row]!r}; give the labels of the same rows, or rename the column if it means something else"
+        )
+    if ids != expected:
         raise InputError(
             f"{labels}: expected the rows in the order of {source}, but its column 'id' holds the same ids in another "
             "order; sort one file by the ids of the other, because labels are joined by position"

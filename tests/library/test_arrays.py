@@ -221,7 +221,8 @@ def test_texts_that_may_mean_unlabelled_are_neither_classes_nor_missing_without_
         ([7.0, 0.0, np.nan], ["0.0"], [0, -1, -1], [7]),
         ([7, -99, 3], [-99], [1, -1, 0], [3, 7]),
         ([7, -1, 3], [], [1, -1, 0], [3, 7]),  # -1 in numbers always
-        ([7, -1, 3], ["-1", "nan", None, np.nan, ""], [1, -1, 0], [3, 7]),  # marks need not occur
+        ([7, -1, np.nan], ["-1", "nan", None, np.nan], [0, -1, -1], [7]),  # numbers that are missing have any name
+        (["owl", None], [None], [0, -1], ["owl"]),
         ([7, "?", 3], ["?"], [1, -1, 0], [3, 7]),  # removed before the rest is found to be numbers
         ([7, "", 3], None, [1, -1, 0], [3, 7]),
         (["owl", -1, "asp"], None, [1, -1, 0], ["asp", "owl"]),
@@ -285,6 +286,11 @@ def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
         ([1, 2], ["owl"], "no row has the label 'owl'"),
         (["owl", "-1"], ["nan"], "no row has the label 'nan'"),
         (["owl", "nan"], [-1], "no row has the label -1"),
+        (["owl", "-1", None], ["nan"], "no row has the label 'nan'.*in any case"),
+        (["owl", "-1", ""], ["nan"], "no row has the label 'nan'"),
+        ([7, -1, 3], ["nan"], "no row has the label 'nan'"),
+        ([7, np.nan], ["-1"], "no row has the label '-1'"),
+        ([7, 3], [None], "no row has the label None"),
     ],
 )
 def test_encode_labels_refuses_what_is_no_label(y, unlabelled, words):
@@ -303,7 +309,7 @@ def test_encode_labels_checks_the_length():
         (["3", "3.0", "3.", " 7 ", "-1", "0"], None, [3, 3, 3, 7, -1, 0]),
         (["3", "", " ", "nan", "NA", "None", "null", "N/A", "<NA>"], None, [3] + [-1] * 8),
         (["3", "007"], None, ["3", "007"]),
-        (["3", "3.5"], None, ["3", "3.5"]),
+        (["3", "3.5", "owl"], None, ["3", "3.5", "owl"]),
         (["3", "1e5"], None, ["3", "1e5"]),
         (["3", "9" * 19], None, ["3", "9" * 19]),  # beyond int64
         (["3", "-99"], None, [3, -99]),

@@ -69,7 +69,7 @@ def test_help_fits_80_columns_and_names_every_argument(command, monkeypatch, cap
 @pytest.mark.parametrize(
     "command, flags",
     [
-        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite --unlabelled --label-column"),
+        ("fit", "--max-unseen-loss --confidence --n-jobs --overwrite --unlabelled --no-unlabelled --label-column"),
         ("evaluate", "--unlabelled --label-column"),
         ("report", "--unlabelled --label-column"),
         ("embed", "--precision --batch-size --overwrite"),
@@ -85,7 +85,7 @@ def test_flags_have_their_names(command, flags):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (("info", "nothing.parquet"), "no such pack"),
+        (("info", "nothing.parquet"), "no such file; expected a pack"),
         (("embed", "nothing", "--encoder", "all-MiniLM-L6-v2", "--out", "x.parquet"), "nothing"),
     ],
 )
@@ -132,6 +132,19 @@ def test_info_describes_a_pack(tmp_path, capsys):
     assert contents["rows"] == 60 and contents["unlabelled"] == 7 and contents["set"] == "s"
     assert contents["splits"] == {"test": 30, "train": 30}
     assert cli.main(["info", str(tmp_path / "p.parquet")]) == 0 and "unlabelled  7" in capsys.readouterr().out
+
+
+def test_info_describes_an_adapter(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    adapter = EmbeddingAdapter.load("out")
+    code, out, _ = call("info", "out", "--json")
+    contents = json.loads(out)
+    assert code == 0 and contents["fingerprint"] == adapter.fingerprint_ and contents["reason"]
+    assert (contents["dim"], contents["classes"], contents["rows"]) == (8, 12, 120)
+    assert (contents["method"], contents["strength"]) == (adapter.selection_.method, adapter.selection_.strength)
+    assert re.search(r"^ +classes  12\n +rows  120\n", call("info", "out")[1], re.M)
+    code, _, message = call("info", "fitted")
+    assert code == 2 and "adapter.json" in message
 
 
 def test_transform_resumes_after_interruption(tmp_path):
@@ -451,13 +464,28 @@ def test_unlabelled_texts_are_asked_about_once_and_then_left_out(labelled, tmp_p
     assert code == 2 and "'-1' (13 rows)" in err and "--unlabelled -1" in err and not (tmp_path / "a").exists()
     code, out, _ = call(*fit, "-o", tmp_path / "a", "--unlabelled", "-1")
     assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN
-    code, out, _ = call(*fit, "-o", tmp_path / "b", "--unlabelled")
+    code, out, _ = call(*fit, "-o", tmp_path / "b", "--no-unlabelled")
     assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN + 1
     evaluated = {
         name: call("evaluate", tmp_path / "a", tmp_path / "x.npy", tmp_path / f"{name}.csv", "--json", *flags)
         for name, flags in (("blank", ()), ("marked", ("--unlabelled", "-1")), ("na", ("--unlabelled", "n/a")))
     }
     assert len(set(evaluated.values())) == 1 and '"unseen"' not in evaluated["blank"][1]
+    two = texts.replace({"": "-1", "kind 3": "nan"}).to_frame("label")
+    two.to_csv(tmp_path / "two.csv", index=False)
+    code, out, _ = call(
+        "fit",
+        "--unlabelled",
+        "-1",
+        "--unlabelled",
+        "nan",
+        *fit[1:2],
+        tmp_path / "two.csv",
+        *fit[3:],
+        "-o",
+        tmp_path / "c",
+    )
+    assert code == 0 and json.loads(out)["n_classes"] == CLASSES + UNSEEN - 1
     report = ("report", tmp_path / "a", tmp_path / "x.npy", tmp_path / "na.csv", "-o", tmp_path / "r.md")
     assert call(*report)[0] == 2 and call(*report, "--unlabelled", "n/a")[0] == 0
 
@@ -534,6 +562,14 @@ def write_data():
 
 def write_wrong_labels(x, y):
     "Files of labels and of embeddings that are refused, and the folder of an adapter."
+    for name in ("y.json", "y.txt", "labels"):
+        Path(name).write_text("\n".join(map(str, y)))
+    np.save("cube.npy", x.reshape(120, 4, 2))
+    np.savez("y.npz", y=y)
+    Path("model.pt").write_text("weights")
+    pd.DataFrame({"id": np.arange(120), "v": list(x)}).to_parquet("ids.parquet")
+    pd.DataFrame({"id": 0, "label": y}).to_csv("twice.ids.csv", index=False)
+    pd.DataFrame({"id": np.arange(120) + 1000, "label": y}).to_csv("other.ids.csv", index=False)
     np.save("objects.npy", y.astype(str).astype(object), allow_pickle=True)
     np.save("none.npy", np.full(120, -1))
     Path("spaced.csv").write_text("id, label\n" + "".join(f"{i}, {label}\n" for i, label in enumerate(y)))
@@ -551,9 +587,9 @@ def data(tmp_path, monkeypatch):
     return write_data()
 
 
-WRONG = {  # arguments: words of the message
+WRONG = {  # arguments, = for an empty one: words of the message
     "fit missing.npy y.npy -o out": "missing.npy: no such file; expected embeddings in .npy, .npz, .safetensors",
-    "fit x.npy missing.csv -o out": "missing.csv: no such file; expected a file of labels",
+    "fit x.npy missing.csv -o out": "missing.csv: no such file; expected labels in .npy, .csv or .parquet",
     "fit x.npy short.npy -o out": "y must have one label per row: 120 rows, 119 labels",
     "fit x.npy x.npy -o out": "y must have shape (n,)",
     "fit x.npy y.csv --label-column class -o out": "expected a column 'class', the columns are label",
@@ -564,8 +600,22 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o x.npy": "x.npy is a file, expected a folder",
     "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
     "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
+    "fit x.npy y.npy -o out.npy": "out.npy: expected the name of a folder",
+    "fit x.npy y.npy -o =": "--out is empty; expected a value",
+    "fit = y.npy -o out": "source is empty; expected a value",
+    "fit x.npy y.csv --label-column = -o out": "--label-column is empty; expected a value",
+    "fit y.npy x.npy -o out": "y.npy: expected rows of shape (n, d), got (120,); name the file of embeddings; one",
+    "fit cube.npy y.npy -o out": "got (120, 4, 2); flatten all axes but the first",
+    "fit /dev/null y.npy -o out": "/dev/null: not a regular file; expected embeddings",
+    "fit x.npy /dev/null -o out": "/dev/null: not a regular file; expected labels",
+    "fit model.pt y.npy -o out": "got '.pt'; save its matrix with np.save, or rename the file",
+    "fit x.npy y.npz -o out": "got '.npz'; save the array of labels by itself with np.save",
+    "fit ids.parquet twice.ids.csv -o out": "but in row 1 the column 'id' holds '0' and not '1'; give the labels of",
+    "fit ids.parquet other.ids.csv -o out": "but in row 0 the column 'id' holds '1000' and not '0'; give the labels of",
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
-    "fit x.npy y.npy -o out --method ?": "such as wccn, lda, affine_nca; got '?'",
+    "fit x.npy y.npy -o out --method ?": "such as affine_nca, wccn, lda; got '?'",
+    "fit x.npy y.npy -o out --method nope": "such as affine_nca, wccn, lda; got 'nope'",
+    "fit x.npy y.npy -o out --method whitening": "such as whitened_nca, discriminant_whitening, whitened_supcon",
     "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
     "fit x.npy y.npy -o out --max-unseen-loss inf": "value must be a finite number >= 0, got inf",
     "fit x.npy y.npy -o out --max-unseen-loss nan": "value must be a finite number >= 0, got nan",
@@ -576,9 +626,12 @@ WRONG = {  # arguments: words of the message
     "fit x.npy y.npy -o out --seed x": "value must be an integer, got 'x'",
     "fit x.npy y.npy -o out --max-unseen-loss x": "value must be a number, got 'x'",
     "fit x.npy y.npy -o out --max-unseen-loss none": "so --method must name what to fit",
+    "fit x.npy y.npy -o out --method lda --max-unseen-loss none --unseen-share 0": "--unseen-share has no effect with",
+    "fit x.npy y.npy -o out --method lda --max-unseen-loss none --confidence .9 --n-jobs 2": "--confidence, --n-jobs "
+    "have no effect with --max-unseen-loss none, which compares nothing; leave them out",
     "fit x.npy y.npy -o out --method mine": "of your own is fitted in Python only: EmbeddingAdapter((name,",
     "fit there y.npy -o out": "there: this is a folder; expected embeddings in .npy",
-    "fit x.npy there -o out": "there: this is a folder; expected a file of labels",
+    "fit x.npy there -o out": "there: this is a folder; expected labels in .npy, .csv or .parquet",
     "fit y.csv y.npy -o out": "got '.csv'; convert it: np.save('x.npy', pd.read_csv('y.csv').to_numpy('float32'))",
     "fit text.npy x.npy -o out": "expected embeddings, which are real numbers, got dtype <U1; name the file of emb",
     "fit x.npy objects.npy -o out": "it holds Python objects: convert texts by astype(str)",
@@ -587,14 +640,30 @@ WRONG = {  # arguments: words of the message
     "fit x.npy twice.csv -o out": "several columns are named 'label': rename all but one",
     "fit x.npy twice.parquet -o out": "several columns are named 'label'; rename all but one",
     "fit same.parquet y.npy -o out": "found v, v; these columns have the same name: rename all but one",
-    "fit x.npy --unlabelled 3 y.npy -o out": "--unlabelled takes every value behind it, also y.npy",
+    "fit x.npy y.npy -o out --unlabelled 3 --no-unlabelled": "--no-unlabelled: not allowed with argument --unlabelled",
+    "fit x.npy --unlabelled nan -1 -o out": "unrecognized arguments: -1; --unlabelled takes one value: repeat",
+    "fit x.npy --unlabelled nan NA -o out": "NA: no such file of labels; --unlabelled takes one value: repeat",
+    "fit x.npy --unlabelled 99 y.npy -o out": "no row has the label '99'; correct it or leave it out (labels: 0, 1,",
+    "fit x.npy y.json -o out": "y.json: expected labels in .npy, .csv or .parquet, got '.json'; save them as .csv",
+    "fit x.npy y.txt -o out": "got '.txt'; rename it to .csv if its first line is a header such as label, else write",
+    "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
+    "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
     "evaluate x.npy y.npy": "x.npy: no such adapter; expected the folder",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; convert it: np.save",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
+    "migrate a.safetensors /dev/null --vectors x.npy": "/dev/null: this is a file; expected a LanceDB table",
+    "migrate a.safetensors new.npy --vectors x.npy": "new.npy: expected the name of a folder, got that of a file",
+    "migrate a.safetensors versions --activate =": "--activate is empty; expected a value",
+    "info x.parquet": "x.parquet: expected a pack, but this Parquet file lacks the JSON metadata",
+    "info a.safetensors": "expected the folder written by `ega fit`, got weights without the description a.json",
+    "evaluate a.safetensors x.npy y.npy": "expected the folder written by `ega fit`, got weights without",
+    "report fitted x.npy y.npy": "fitted: expected the folder written by `ega fit`, got weights without",
     "migrate a.safetensors fitted --vectors x.npy": "fitted: this is the folder of an adapter; expected a LanceDB",
     "migrate a.safetensors t.lance --vectors x.npy": "x.npy: expected a pack (.parquet)",
     "search a.safetensors versions x.npy -k x": "value must be an integer, got 'x'",
-    "info x.npy": "x.npy: expected a pack, a .parquet file written by",
+    "info x.npy": "x.npy: expected a pack, a .parquet file of `ega embed`, or the folder of `ega fit`",
+    "info there": "there: this folder holds no adapter; expected a pack",
+    "info /dev/null": "/dev/null: expected a pack, a .parquet file of `ega embed`, or the folder of `ega fit`",
     "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
     "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",
     "evaluate a.safetensors missing.npy y.npy": "missing.npy: no such file",
@@ -602,6 +671,7 @@ WRONG = {  # arguments: words of the message
     "report a.safetensors x.npy y.npy -o r.pdf": "r.pdf: expected a file ending in .html or .md, got '.pdf'",
     "report a.safetensors x.npy y.npy -o taken.html": "taken.html exists already",
     "report a.safetensors x.npy y.npy -o there": "there is a folder, expected a file ending in .html or .md",
+    "report a.safetensors x.npy y.npy -o r": "r: expected a file ending in .html or .md, got 'no ending'",
     "report a.safetensors x.npy y.npy --show missing": "missing: no such file; expected a folder of images",
     "transform none x.npy -o z.npy": "none: no such adapter",
     "transform a.safetensors missing.npy -o z.npy": "missing.npy: no such file",
@@ -625,6 +695,7 @@ WRONG = {  # arguments: words of the message
     "embed there --encoder timm:x --splits train": "--splits has no effect without --dataset",
     "embed there --encoder timm:x --seed 3": "--seed has no effect without --per-class",
     "embed there --encoder timm:x -o x.npy/y.parquet": "x.npy is a file; choose another folder",
+    "embed there --encoder timm:x -o e.npy": "e.npy: expected the name of a folder, got that of a file",
     "embed missing --encoder timm:x": "missing: no such file",
 }
 
@@ -644,7 +715,7 @@ def refused(tmp_path_factory):
         for command in json.load(sys.stdin):
             with contextlib.redirect_stderr(io.StringIO()) as message:
                 try:
-                    exit_code = main(command.split())
+                    exit_code = main(["" if word == "=" else word for word in command.split()])
                 except SystemExit as error:
                     exit_code = error.code
             heavy = sorted({"torch", "sklearn"} & set(sys.modules))
@@ -808,14 +879,47 @@ def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
     assert hasattr(parsed, "interrupted") != (command in resumes)
 
 
-@pytest.mark.parametrize("name", ["parser", "_run_parsed"])
-def test_ctrl_c_before_the_command_runs_is_one_sentence(name, monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
+INTERRUPTED_IMPORT = """if True:
+    import importlib, signal, sys
 
-    monkeypatch.setattr(cli, name, interrupt)
-    assert cli.main(["info", "p.parquet"]) == 130
-    assert capsys.readouterr().err == "ega: interrupted; run the same command again\n"
+    class Interrupt:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == place:
+                signal.raise_signal(signal.SIGINT)
+
+    entry, place, *sys.argv = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.meta_path.insert(0, Interrupt)
+    module, function = entry.split(":")
+    sys.exit(getattr(importlib.import_module(module), function)())"""
+
+
+@pytest.mark.parametrize(
+    "place, args",
+    [
+        ("ega.cli", ("ega", "info", "p.parquet")),
+        ("argparse", ("ega", "--help")),
+        ("numpy", ("ega", "info", "p.parquet")),
+        ("ega.experiments.cli", ("ega-paper", "--help")),
+        ("numpy", ("ega-paper", "rerun", "x")),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_one_sentence(place, args):
+    "At the entry point that pip installs, when a module is about to be imported."
+    entry = re.search(f'^{args[0]} = "(.+)"$', Path(__file__).parents[2].joinpath("pyproject.toml").read_text(), re.M)[
+        1
+    ]
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, entry, place, *args]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr == f"{args[0]}: interrupted; run the same command again\n"
+
+
+@pytest.mark.parametrize("module", ["ega", "ega.experiments"])
+def test_python_m_is_the_command(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("ega ")
 
 
 def test_transform_refuses_weights_that_the_description_is_not_of(data, call):
@@ -983,6 +1087,79 @@ def test_fit_without_comparison_and_with_any_number_of_jobs(data, call):
     assert found["fingerprint"] == adapter.fingerprint_ and found["table"] == []
     parsed = cli.parser().parse_args([*fit, "2", "-o", "out", "--n-jobs", "-3"])
     assert parsed.n_jobs == -3 and parsed.max_unseen_loss == 2
+
+
+def test_embeddings_of_another_width_are_named_by_their_file(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    np.save("narrow.npy", data[0][:, :5])
+    for command in (("evaluate",), ("report", "-o", "r.md")):
+        code, _, message = call(*command, "out", "narrow.npy", "y.npy")
+        assert code == 2 and "narrow.npy: expected 8 columns, as the adapter has, got 5" in message
+
+
+def test_labels_with_ids_beside_a_pack_without_ids_are_read(data, call):
+    "Such a pack holds the row numbers, which are no ids of its maker."
+    write_pack(EmbeddingSet(*data, meta={"set": "s", "encoder": "e"}), "p.parquet")
+    fit = ("fit", "p.parquet", "other.ids.csv", "-o", "out", "--method", "wccn", "--max-unseen-loss", "none")
+    assert call(*fit, "--quiet")[0] == 0
+    write_pack(EmbeddingSet(*data, ids=[f"r{i}" for i in range(120)], meta={"set": "s", "encoder": "e"}), "q.parquet")
+    code, _, message = call("fit", "q.parquet", *fit[2:], "--overwrite", "--quiet")
+    assert code == 2 and "in row 0 the column 'id' holds '1000' and not 'r0'" in message
+
+
+def test_evaluate_and_report_name_the_classes_that_the_adapter_lacks(data, call):
+    "Names that differ from those of the fit count as unseen, and the output says so."
+    x, y = data
+    names = np.array([f"kind {label}" for label in y])
+    np.save("names.npy", names)
+    np.save("other.npy", np.where(y < 6, names, np.char.replace(names, "kind", "sort")))
+    assert call("fit", "x.npy", "names.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    for command in (("evaluate",), ("report", "-o", "r.md")):
+        text = " ".join(call(*command, "out", "x.npy", "other.npy")[1].split())
+        assert (
+            "Classes: 6 of the 12 that the adapter was fitted on occur; 6 others are unknown to it and count as "
+            "unseen: sort 10, sort 11, sort 6, sort 7, sort 8, ..." in text
+        )
+    text = " ".join(call("evaluate", "out", "x.npy", "names.npy")[1].split())
+    assert "Classes: 12 of the 12 that the adapter was fitted on occur, and no others." in text
+
+
+@pytest.mark.parametrize("page", ["r.md", "r.html"])
+def test_a_full_disk_while_the_report_is_written_is_one_sentence(page, data, call, monkeypatch):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    files = sorted(Path().rglob("*"))
+
+    def write_half(path, content):
+        with open(path, "wb") as f:
+            f.write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    code, out, message = call("report", "out", "x.npy", "y.npy", "-o", page)
+    expected = "cannot be read or written: No space left on device; make room on the disk or choose another"
+    assert code == 1 and out == "" and message == f"ega: {page} {expected}\n"
+    assert sorted(Path().rglob("*")) == files
+
+
+def test_a_store_whose_active_vectors_are_not_adapted_says_what_to_type(store, call):
+    pytest.importorskip("lancedb")
+    assert call("migrate", "a.safetensors", "db/t.lance", "--vectors", "rows.parquet", "--quiet")[0] == 0
+    code, _, message = call("search", "a.safetensors", "db/t.lance", "rows.parquet")
+    assert code == 2 and "its column 'vector', whose vectors are not adapted" in message
+    assert "`ega migrate ADAPTER TABLE --activate`" in message
+    assert call("migrate", "a.safetensors", "db/t.lance", "--activate", "--quiet")[0] == 0
+    assert call("search", "a.safetensors", "db/t.lance", "rows.parquet")[0] == 0
+
+
+def test_a_version_of_other_vectors_says_what_to_do_without_python(store, call):
+    pytest.importorskip("faiss")
+    migrate = ("migrate", "a.safetensors", "versions", "--quiet", "--vectors")
+    assert call(*migrate, "rows.parquet")[0] == 0
+    np.save("other.npy", store[0].x[1:])
+    code, _, message = call(*migrate, "other.npy")
+    assert code == 2 and "activate another version and delete this folder" in message and "IndexStore" not in message
 
 
 def test_options_may_stand_between_files(data, call):

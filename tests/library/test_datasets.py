@@ -125,6 +125,15 @@ def test_csv_of_texts(tmp_path):
             read_csv_source(path)
 
 
+@pytest.mark.parametrize(
+    "labels, words", [(("0.5", "1.25", "1"), "got 0.5; if such"), (("True", "", "False"), "got bool")]
+)
+def test_labels_of_a_csv_of_texts_that_are_no_classes_are_refused_as_in_python(labels, words, tmp_path):
+    (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"words,{label}\n" for label in labels))
+    with pytest.raises(InputError, match=words):
+        read_csv_source(tmp_path / "t.csv")
+
+
 def test_clinc_order_with_out_of_scope_rows_last(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(

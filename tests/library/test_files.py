@@ -147,6 +147,25 @@ def test_an_output_in_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypa
             check_output(path, endings=endings)
 
 
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_full_disk_is_named_with_the_path_and_leaves_no_half_file(failing, tmp_path, monkeypatch):
+    (tmp_path / "kept").write_text("before")
+
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    if failing == "fsync":
+        monkeypatch.setattr(files.os, "fsync", refuse)
+    for name in ("new", "kept"):
+        with pytest.raises(OSError, match="No space left") as error:
+            with atomic_write(tmp_path / name) as temporary:
+                temporary.write_text("half")
+                if failing == "write":
+                    refuse()
+        assert error.value.filename == str(tmp_path / name) and error.value.errno == 28
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "before"
+
+
 def test_short_errors_end_at_a_word():
     text = "Parquet magic bytes not found in footer. Either the file is corrupted or this is not a parquet file."
     assert short_error(ValueError(text)) == text[: text.index(" this")] + " ..."

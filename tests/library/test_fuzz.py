@@ -470,7 +470,7 @@ def test_errors_are_printed_as_one_line(monkeypatch, capsys, error, code):
     def fails(args):
         raise error
 
-    monkeypatch.setattr(cli, "_info", fails)
+    monkeypatch.setattr(cli, "_check_info", fails)
     assert cli.main(["info", "x"]) == code
     said = capsys.readouterr().err
     assert said.startswith("ega: ") and len(said.strip().splitlines()) == 1

@@ -125,7 +125,7 @@ def test_two_adapted_columns_and_back_to_raw(table):
     activate(table, first)
     assert (AdaptedTable(table, WHITENING).search(xq, 2).I == SET.ids[exact(WHITENING, 2).I]).all()
     activate(table, "vector")
-    assert "holds raw vectors" in error_message(lambda: AdaptedTable(table, WHITENING))
+    assert "'vector', whose vectors are not adapted" in error_message(lambda: AdaptedTable(table, WHITENING))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_two_adapted_columns_and_back_to_raw(table):
         (lambda t: migrate_table(t, WHITENING, id_column="label"), "must be distinct"),
         (lambda t: activate(t, "adapted_0"), "no column"),
         (lambda t: active_column(t, "nothing"), "no column"),
-        (lambda t: AdaptedTable(t, LinearAdapter(D)), "raw vectors"),
+        (lambda t: AdaptedTable(t, LinearAdapter(D)), "are not adapted"),
     ],
 )
 def test_bad_input_raises(table, call, words):
