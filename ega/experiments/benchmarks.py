@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import namedtuple
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1410,10 +1411,10 @@ GROUPS |= {
 }
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #7767a5e0
-def _fit_sizes(n, d, classes, limit_s):
-    "One thread and two, alone and beside a busy process."
+def _fit_sizes(n, d, classes, limit_s, settings=((1, 0), (2, 1))):
+    "Sizes of one fit; `settings` are numbers of threads and of busy processes beside it."
     size = dict(n=n, d=d, classes=classes, limit_s=limit_s, batch=256, lr=1e-3, new_process=True)
-    return tuple(size | {"threads": threads, "busy": busy} for threads in (1, 2) for busy in (0, 1))
+    return tuple(size | {"threads": threads, "busy": busy} for threads, busy in settings)
 
 
 _TINY_FIT = dict(n=600, d=32, classes=30, limit_s=0.5, batch=120, lr=1e-3, new_process=False, threads=1, busy=1)
@@ -1430,7 +1431,9 @@ GROUPS["fit"] = Group(
         "scikit-learn, NCA": nca_fit,
         "floor": floor_fit,
     },
-    sizes=_fit_sizes(10**4, 384, 200, 60) + _fit_sizes(10**5, 768, 1000, 120) + _fit_sizes(10**6, 768, 1000, 300),
+    sizes=_fit_sizes(10**4, 384, 200, 30, product((1, 2), (0, 1)))
+    + _fit_sizes(10**5, 768, 1000, 90)
+    + _fit_sizes(10**6, 768, 1000, 120, [(1, 0)]),
     quick_sizes=(_TINY_FIT,),
     repeats=3,
     warm_up=False,

@@ -247,7 +247,7 @@ def _add_bench_arguments(command):
         "--groups",
         nargs="+",
         metavar="GROUP",
-        help="time these groups (default: all but fit, which takes hours; a wrong name lists them)",
+        help="time these groups (default: all but fit, which takes an hour; a wrong name lists them)",
     )
     add("--quick", action="store_true", help="smoke test: tiny sizes in one process; its ratios mean nothing")
     add("-o", "--out", default="build/bench", help="folder for speed.parquet (default: build/bench)")
