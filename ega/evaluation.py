@@ -43,7 +43,7 @@ def knn_among_rows(
     k: int = 1,  # neighbours of each query
     *,
     device: str | None = None,  # None: CUDA when there is one
-) -> Neighbours:  # D (nq, k); I (nq, k): positions in `gallery`, -1 where it has fewer than k other rows
+) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
     "Exact nearest neighbours of some rows among other rows; a row is never its own neighbour."
     queries, gallery = np.asarray(queries), np.asarray(gallery)
     if np.array_equal(queries, gallery):
@@ -53,6 +53,7 @@ def knn_among_rows(
     D, I = knn(x[queries], x[gallery], k + 1, device=device)
     is_query = (I >= 0) & (gallery[I] == queries[:, None])
     others_first = np.argsort(is_query, axis=1, kind="stable")[:, :k]
+    D, I = np.where(is_query, np.float32(np.inf), D), np.where(is_query, -1, I)  # if the gallery has no k others
     return Neighbours(np.take_along_axis(D, others_first, 1), np.take_along_axis(I, others_first, 1))
 
 # %% ../nbs/library/21_evaluation.ipynb #eval-hits-code

@@ -290,16 +290,15 @@ def knn(
     xb : array-like of shape (nb, d)
         Gallery, the rows that are searched.
     k : int
-        Number of neighbours of each query, at least 1. Entries beyond `nb` are padded.
+        Number of neighbours of each query, at least 1; at most `nb` are returned.
     device : str or torch.device, default=None
         Where the matrix product runs. None means CUDA when there is one, else the CPU (NumPy).
 
     Returns
     -------
     Neighbours
-        Named tuple of `D`, float32 of shape (nq, k), the squared L2 distances in ascending order, and `I`, int64 of
-        shape (nq, k), the row numbers in `xb`, lower numbers first among equal distances. Where `xb` has fewer than
-        `k` rows, `D` is inf and `I` is -1.
+        Named tuple of `D`, float32 of shape (nq, min(k, nb)), the squared L2 distances in ascending order, and `I`,
+        int64 of the same shape, the row numbers in `xb`, lower numbers first among equal distances.
 
     Raises
     ------
@@ -325,7 +324,7 @@ def knn(
     """
     xb = check_embeddings(xb, "xb")
     xq = check_embeddings(xq, "xq", dim=xb.shape[1])
-    k = check_positive_int(k, "k")
+    k = min(check_positive_int(k, "k"), len(xb))
     I, _ = _nearest_in_threads(_to_device(xq, device), _to_device(xb, device), k)
     return _sort_by_distance(xq, xb, _to_array(I))
 
@@ -398,15 +397,15 @@ def loo_knn(
     x : array-like of shape (n, d)
         Embeddings; each row is a query against the n - 1 others.
     k : int
-        Number of neighbours of each row, at least 1. Entries beyond n - 1 are padded.
+        Number of neighbours of each row, at least 1; at most n - 1 are returned.
     device : str or torch.device, default=None
         Where the matrix product runs. None means CUDA when there is one, else the CPU (NumPy).
 
     Returns
     -------
     Neighbours
-        Named tuple of squared L2 distances `D` and row numbers `I`, each of shape (n, k), as in `knn`. `I[i]` never
-        contains i.
+        Named tuple of squared L2 distances `D` and row numbers `I`, each of shape (n, min(k, n - 1)), as in `knn`.
+        `I[i]` never contains i. A single row has no neighbour: `D` is inf and `I` is -1, of shape (1, 1).
 
     Raises
     ------
@@ -432,7 +431,7 @@ def loo_knn(
     [[1], [0], [0]]
     """
     x = check_embeddings(x)
-    k = check_positive_int(k, "k")
+    k = min(check_positive_int(k, "k"), max(1, len(x) - 1))
     I = _nearest_others_in_threads(_to_device(x, device), k)
     return _sort_by_distance(x, x, _to_array(I))
 
@@ -517,14 +516,14 @@ def ivf_search(
     xq: np.ndarray,  # (nq, d) queries
     xb: np.ndarray,  # (nb, d) the gallery that the index was filled with
     *,
-    k: int,  # neighbours of each query
+    k: int,  # neighbours of each query; at most nb are returned
     nprobe: int,  # lists scanned for each query, 1..nlist
     device: "str | torch.device | None" = None,  # None: a GPU when faiss has one, else the CPU
 ) -> IVFNeighbours:  # D, I and scanned; I is -1 where the probed lists hold fewer than k rows
     "Approximate nearest neighbours from an inverted file."
     xb = check_embeddings(xb, "xb", dim=index.d)
     xq = check_embeddings(xq, "xq", dim=index.d)
-    k = check_positive_int(k, "k")
+    k = min(check_positive_int(k, "k"), len(xb))
     nprobe = check_positive_int(nprobe, "nprobe")
     if len(xb) != index.ntotal:
         raise InputError(f"xb must have the {index.ntotal} rows that the index holds, got {len(xb)}; pass its gallery")
@@ -583,7 +582,8 @@ def ivf_sweep(
     nprobes : iterable of int
         Numbers of lists scanned for each query, each in 1..nlist.
     k : int
-        Number of neighbours of each query. The neighbours for a smaller k are the first columns.
+        Number of neighbours of each query; at most `nb` are returned. The neighbours for a smaller k are the first
+        columns.
     kmeans_seed : int, default=1234
         Seed of k-means; the default is that of FAISS.
     device : str or torch.device, default=None
