@@ -7,6 +7,7 @@ __all__ = ['DRIFT_SIGNALS', 'query_signals', 'permutation_test', 'DriftResult', 
 
 # %% ../nbs/library/27_monitor.ipynb #920c5528
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,9 @@ def query_signals(
     x = as_unit_rows(x, dim=m.input_dim)
     gallery = as_unit_rows(gallery, "gallery", dim=m.input_dim)
     if len(gallery) < check_positive_int(k, "k"):
-        raise InputError(f"the gallery must have at least k = {k} rows, got {len(gallery)}")
+        raise InputError(
+            f"the gallery must have at least k = {k} rows, got {len(gallery)}; add rows or choose a smaller k"
+        )
     z = m.transform(x)
     frozen, adapted = knn(x, gallery, k), knn(z, m.transform(gallery), k)
     signals = {"displacement": displacement(z, x)} if m.output_dim == m.input_dim else {}
@@ -119,6 +122,7 @@ def drift_test(
 # %% ../nbs/library/27_monitor.ipynb #monitor-files
 def _check_batch(monitor, batch):
     "Test a batch of queries and count it."
+    batch = as_unit_rows(batch, "batch", dim=monitor.adapter.input_dim)
     result = drift_test(
         monitor.reference,
         query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
@@ -130,15 +134,30 @@ def _check_batch(monitor, batch):
     return result
 
 
+_MONITOR_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
+    r"monitor\.(npz|json)|(matrix|adapter)\.safetensors|\.(monitor|matrix|adapter)\..*\.tmp"
+)
+
+
+def _check_no_other_files(folder):
+    "Raise `InputError` if a folder holds files that `Monitor.save` does not write, such as those of an adapter."
+    others = [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)] if folder.is_dir() else []
+    if others:
+        raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}; name a new folder")
+
+
 def _write_monitor(monitor, folder):
     "Write a monitor; `monitor.json` is written last, so a folder that has it is complete."
     folder = check_path(folder, "folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder; name a new one")
+    _check_no_other_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
     about |= {name: getattr(monitor, name) for name in ("k", "significance", "horizon", "batches_checked")}
-    save_transform(monitor.adapter, folder)
+    written = save_transform(monitor.adapter, folder)
+    for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
+        old.unlink()  # of the monitor that is replaced
     with atomic_write(folder / "monitor.npz") as temporary, open(temporary, "wb") as f:
         np.savez(f, gallery=monitor.gallery, reference=np.stack(list(monitor.reference.values()), 1))
     with atomic_write(folder / "monitor.json") as temporary:
@@ -215,7 +234,12 @@ class _MonitorState:
         Parameters
         ----------
         folder : path
-            It is created if it does not exist.
+            A new folder, or one that holds a monitor, which is replaced.
+
+        Raises
+        ------
+        InputError
+            If the folder contains other files.
         """
         return _write_monitor(self, folder)
 
@@ -246,6 +270,19 @@ def _check_not_in_gallery(reference, gallery):
             f"{n} of {len(reference)} reference queries are rows of the gallery, where each would find itself; leave "
             "them out: gallery[~np.isin(hash_rows(gallery), hash_rows(reference))], with ega.evaluation.hash_rows"
         )
+
+
+def _halve(reference, k):
+    "The odd rows as the reference, and as its gallery the even rows that are not among them; at least k of these."
+    n, reference, gallery = len(reference), reference[1::2], reference[::2]
+    if len(reference):
+        gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))]
+    if not len(reference) or len(gallery) < check_positive_int(k, "k"):
+        raise InputError(
+            f"without a gallery, every other row of reference is one, and k = {k} distinct rows of it are needed; got "
+            f"{len(gallery)} of {n} rows: give at least {2 * k - 1} distinct rows, a gallery, or a smaller k"
+        )
+    return reference, gallery
 
 
 class Monitor(_MonitorState):
@@ -297,12 +334,12 @@ class Monitor(_MonitorState):
             Number of batches for which the bound holds. It holds for any `horizon` batches in a row; over a
             longer time a false alarm becomes more probable.
         """
-        reference = as_unit_rows(reference, "reference")
+        adapter = as_transform(adapter)
+        reference = as_unit_rows(reference, "reference", dim=adapter.input_dim)
         if gallery is None:
-            gallery, reference = reference[::2], reference[1::2]
-            gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))]
+            reference, gallery = _halve(reference, k)
         else:
-            gallery = as_unit_rows(gallery, "gallery")
+            gallery = as_unit_rows(gallery, "gallery", dim=adapter.input_dim)
             _check_not_in_gallery(reference, gallery)
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)
