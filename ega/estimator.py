@@ -613,6 +613,16 @@ def _hash_rows_and_labels(a, labels):
     return digest.hexdigest(), ascending[is_first]
 
 
+def _check_not_transposed(a, y):
+    "Raise InputError if there are as many labels as columns of the numbers a, and another number of rows."
+    n_labels = len(y) if isinstance(y, (list, tuple)) or hasattr(y, "shape") and y.ndim == 1 else len(a)
+    if n_labels == a.shape[1] != len(a):
+        raise InputError(
+            f"X has {len(a):,} rows and y has {n_labels:,} labels, as many as X has columns; is X transposed? "
+            "Give one row per label, such as X.T"
+        )
+
+
 def _number_by_first_occurrence(labels):
     "Labels (n,) numbered 0, 1, 2, ... in the order in which they first occur; -1 stays -1."
     numbered, known = labels.copy(), labels >= 0
@@ -625,6 +635,7 @@ def _fit(estimator, X, y, unlabelled, progress):
     progress.start("checking X and y")
     progress.add_steps(1)  # the fit on all labelled rows
     a = check_matrix(X)
+    _check_not_transposed(a, y)
     check_feature_names(estimator, X, reset=True)
     check_index(X, y)
     labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)

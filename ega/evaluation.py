@@ -11,6 +11,7 @@ __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among
 # %% ../nbs/library/21_evaluation.ipynb #eval-imports-code
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -317,6 +318,8 @@ def check_fitted(
         c.__name__ for c in type(estimator).mro()
     ]:
         advice = "; pass the step that is one, such as pipeline[0]" if hasattr(estimator, "steps") else ""
+        if isinstance(estimator, (str, Path)):
+            advice = f"; of a saved one use EmbeddingAdapter.load({str(estimator)!r})"
         raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}{advice}")
     check_is_fitted(estimator, "adapter_")
 

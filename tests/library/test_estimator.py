@@ -996,6 +996,17 @@ def test_evaluate_names_a_pipeline_and_does_not_call_it_unfitted(fitted):
     for other, words in (
         (make_pipeline(e), "got Pipeline; pass the step that is one, such as pipeline.0."),
         (KNeighborsClassifier().fit(x, y), "must be an EmbeddingAdapter, got KNeighborsClassifier"),
+        ("A", "got str; of a saved one use EmbeddingAdapter.load.'A'"),
+        (Path("A"), "of a saved one use EmbeddingAdapter.load.'A'"),
     ):
         with pytest.raises(InputError, match=words):
             evaluate(other, x, y)
+
+
+def test_a_transposed_matrix_is_named():
+    x, y = np.random.default_rng(0).normal(size=(1000, 384)), np.repeat(np.arange(50), 20)
+    for labels in (y, y.tolist(), torch.as_tensor(y), pd.Series(y)):
+        with pytest.raises(InputError, match="X has 384 rows and y has 1,000 labels, as many.*is X transposed"):
+            EmbeddingAdapter().fit(x.T, labels)
+    with pytest.raises(InputError, match="384 rows, 999 labels"):
+        EmbeddingAdapter().fit(x.T, y[:-1])
