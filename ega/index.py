@@ -212,17 +212,31 @@ def _read_matrix(path):
 MAX_TRAIN_ROWS = 100_000  # embeddings that an index is trained on at most, evenly spaced
 
 
+def _check_int64(ids):
+    "Raise `InputError` for an integer among the ids that int64 does not hold."
+    largest = 2**63 - 1
+    for i in ids:
+        if isinstance(i, (int, np.integer)) and not -largest <= i <= largest:
+            raise InputError(
+                f"integer ids must fit in int64, at most {largest}, got {i}; use texts, such as [str(i) for i in ids]"
+            )
+
+
 def _check_ids(ids, n, existing):
     "The ids of n new embeddings as an array: distinct, of the type of the existing ids, and none of them among those."
     if ids is None:
         if existing.dtype.kind != "i":
             raise InputError("ids must be given where the index has text ids")
-        ids = np.arange(n) + (existing.max() + 1 if len(existing) else 0)
+        first = int(existing.max()) + 1 if len(existing) else 0
+        _check_int64([first + n - 1])
+        ids = np.arange(first, first + n)
     given = ids  # NumPy turns a missing value in a list of texts into a text
     try:
         ids = np.asarray(ids)
     except ValueError as error:
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
+    if ids.ndim == 1 and ids.dtype.kind in "uOf":
+        _check_int64(given if isinstance(given, (list, tuple)) else ids.tolist())
     if ids.dtype.kind in "OU" and ids.ndim and not all(isinstance(i, str) for i in given):
         raise InputError(f"ids must be {n} integers or texts, got a mix of types or missing values; fill them in")
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids

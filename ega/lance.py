@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional
+from .arrays import InputError, check_embeddings, check_positive_int, import_optional, short_repr
 from .files import check_path, short_error
 from .index import as_transform
 from .packs import EmbeddingSet
@@ -103,6 +103,8 @@ def _check_table(table):
 def _column_metadata(table, column):
     "Metadata of a column as texts."
     _check_table(table)
+    if not isinstance(column, str):
+        raise InputError(f"column must be a name, such as migrate_table returns it, got {short_repr(column)}")
     if column not in table.schema.names:
         raise InputError(f"the table has no column {column!r}, only {', '.join(table.schema.names)}; migrate first")
     return {k.decode(): v.decode() for k, v in (table.schema.field(column).metadata or {}).items()}
@@ -111,6 +113,17 @@ def _column_metadata(table, column):
 def _update_metadata(table, column, **metadata):
     "Set metadata of a column."
     table.update_field_metadata({"path": column, "metadata": metadata})
+
+
+def _check_id_type(table, id_column):
+    "Raise `InputError` unless a column holds integers or texts."
+    import pyarrow as pa
+
+    kind = table.schema.field(id_column).type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise InputError(
+            f"column {id_column!r} must hold integers or texts, got {kind}; name another column with id_column="
+        )
 
 
 def _check_columns(table, id_column, vector_column, dim):
@@ -122,6 +135,7 @@ def _check_columns(table, id_column, vector_column, dim):
             f"the table must have the columns {id_column!r} and {vector_column!r}, got {', '.join(names)}; "
             "name others with id_column= and vector_column="
         )
+    _check_id_type(table, id_column)
     width = _vector_width(table, vector_column)
     if width != dim:
         raise InputError(
@@ -198,8 +212,10 @@ def active_column(
 
 # %% ../nbs/library/26_lance.ipynb #check-search
 def _check_names(table, columns):
-    "Raise `InputError` for a column that a table does not have."
+    "Raise `InputError` unless `columns` are a list of names of columns of a table."
     _check_table(table)
+    if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
+        raise InputError(f'columns must be a list of names, such as ["id", "label"], got {short_repr(columns)}')
     if missing := [column for column in columns if column not in table.schema.names]:
         raise InputError(f"the table has no column {missing[0]!r}, only {', '.join(table.schema.names)}")
 
@@ -226,6 +242,16 @@ def _run_query(query, where, columns):
         ) from error
 
 # %% ../nbs/library/26_lance.ipynb #adaptedtable-class
+def _to_int64(ids, id_column):
+    "Ids (m,) uint64 as int64, in which -1 marks a missing neighbour; `InputError` if one does not fit."
+    largest = np.iinfo(np.int64).max
+    if len(ids) and ids.max() > largest:
+        raise InputError(
+            f"ids in column {id_column!r} must fit in int64, at most {largest}, got {ids.max()}; store them as texts"
+        )
+    return ids.astype(np.int64)
+
+
 class AdaptedTable:
     "A LanceDB table that adapts raw queries and searches the active column."
 
@@ -240,6 +266,7 @@ class AdaptedTable:
         self.table, self.adapter, self.id_column = table, as_transform(adapter), id_column
         self.column = active_column(table, vector_column)
         _check_names(table, [id_column])
+        _check_id_type(table, id_column)
         if self.column == vector_column:
             raise InputError(
                 f"the active column is {vector_column!r}, which holds raw vectors; call migrate_table and activate "
@@ -264,7 +291,7 @@ class AdaptedTable:
         "The nearest rows of each query as a table, sorted by query and distance."
         import pyarrow as pa
 
-        _check_names(self.table, columns or [])
+        _check_names(self.table, [] if columns is None else columns)
         _check_condition(where)
         z = self.adapter.transform(check_embeddings(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
@@ -290,6 +317,8 @@ class AdaptedTable:
         query, ids = found["query_index"].to_numpy(), found[self.id_column].to_numpy(zero_copy_only=False)
         rank = np.arange(len(query)) - np.searchsorted(query, query)  # within its query
         missing_id = -1 if ids.dtype.kind in "iu" else ""
+        if ids.dtype == np.uint64:
+            ids = _to_int64(ids, self.id_column)
         D, I = np.full((n, k), np.inf, np.float32), np.full((n, k), missing_id, ids.dtype)
         D[query, rank], I[query, rank] = found["_distance"].to_numpy(), ids
         return Neighbours(D, I)

@@ -326,6 +326,11 @@ def test_embeddings_of_another_adapter_are_refused():
         (lambda: AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]).add(x[2:4], [1, 2]), "texts"),
         (lambda: AdaptedIndex(LINEAR).add(x[:2], [-1, 2]), ">= 0"),
         (lambda: AdaptedIndex(LINEAR).add(x, [1]), "ids must be"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [1, 2**63]), "at most 9223372036854775807, got 9223372036854775808"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [-1, 2**63]), "at most 9223372036854775807, got 9223372036854775808"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [1, 2**70]), f"at most 9223372036854775807, got {2**70}"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:1], np.array([2**64 - 1], "u8")), f"got {2**64 - 1}"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:1], [2**63 - 1]).add(x[1:2]), "got 9223372036854775808"),
     ],
 )
 def test_bad_input_raises(call, words):
