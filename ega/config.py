@@ -57,8 +57,8 @@ class TrainConfig:
     def __post_init__(self):
         check_positive_int(self.epochs, "TrainConfig.epochs")
         check_positive_int(self.batch_size, "TrainConfig.batch_size", minimum=2)
-        for name in ("lr", "weight_decay"):
-            check_number(getattr(self, name), f"TrainConfig.{name}", minimum=0)
+        check_number(self.lr, "TrainConfig.lr", above=0)
+        check_number(self.weight_decay, "TrainConfig.weight_decay", minimum=0)
         if (self.steps_per_epoch is None) != (self.rows_per_class is None):
             raise InputError(
                 "TrainConfig.steps_per_epoch and rows_per_class must be given together, "

@@ -192,7 +192,7 @@ def make_calls(folder):
                 | {"x": MATRICES, "y": LABELS, "device": DEVICES, "checkpoint": (3, [], object(), "")},
             ),
             (TrainConfig, {}, dict.fromkeys(("epochs", "batch_size"), NUMBERS) | {"schedule": TEXTS}),
-            (TrainConfig, {}, dict.fromkeys(("lr", "weight_decay"), (*NUMBERS[:-3], -1))),
+            (TrainConfig, {}, {"lr": (*NUMBERS[:-3], -1, 0, 0.0), "weight_decay": (*NUMBERS[:-3], -1)}),
         ],
         "evaluation.evaluate": [
             (evaluate, dict(estimator=fitted, X=x, y=y), {"estimator": OBJECTS, "X": MATRICES, "y": LABELS}),
