@@ -8,6 +8,7 @@ __all__ = ['STATISTICS_TRANSFORMS', 'FittedMethod', 'build_adapter', 'check_loss
 
 # %% ../nbs/library/18_methods.ipynb #methods-import-cell
 import copy
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ from ega.arrays import (
     InputError,
     check_embeddings,
     check_labels,
+    check_number,
     check_unit_norm,
     limit_threads,
     pick_device,
@@ -138,6 +140,9 @@ def _triplet_objective(config: LossConfig, index: RowsByClass) -> Objective:
     return dataset_triplet_objective(margin, index, self_positive=config.self_positive)
 
 
+_MIN_GRADIENT, _MAX_GRADIENT = 1e-12, 1e15  # below, AdamW takes no step; above, its squares overflow
+
+
 def _check_gradient(objective: Objective, y: np.ndarray, d: int, name: str, device: torch.device | str) -> None:
     "Raise `InputError` if the loss of random unit rows of several classes does not change with their directions."
     first = [rows[0] for rows in rows_by_class(y)[:8]]
@@ -148,13 +153,21 @@ def _check_gradient(objective: Objective, y: np.ndarray, d: int, name: str, devi
     z = torch.nn.functional.normalize(draws).to(device).requires_grad_()
     loss = objective.step(lambda rows: z, None, torch.as_tensor(y, device=device), rows, None).loss
     (gradient,) = torch.autograd.grad(loss, z, allow_unused=True)
+    measured = f"measured on random rows of {len(first)} classes"
     if gradient is not None:
-        along_sphere = gradient - (gradient * z).sum(1, keepdim=True) * z.detach()
-    if gradient is None or along_sphere.norm() <= 1e-5 * gradient.norm():  # NaN is reported in the first step
+        gradient, z = gradient.double(), z.detach().double()
+        along_sphere, largest = gradient - (gradient * z).sum(1, keepdim=True) * z, gradient.abs().max().item()
+        if not (math.isfinite(loss.item()) and _MIN_GRADIENT <= largest <= _MAX_GRADIENT or largest == 0):
+            raise InputError(
+                f"loss {name!r} is {loss.item():.2g} and its largest gradient in the embeddings z is {largest:.2g}, "
+                f"{measured}; expected finite numbers and a gradient from {_MIN_GRADIENT:g} to {_MAX_GRADIENT:g}, so "
+                "that AdamW can be computed in float32: scale the loss, or choose a larger temperature tau"
+            )
+    if gradient is None or along_sphere.norm() <= 1e-5 * gradient.norm():
         raise InputError(
-            f"loss {name!r} has gradient 0 in the directions of the embeddings z, measured on random rows of "
-            f"{len(first)} classes, so it cannot train an adapter; compute it from z with torch operations that have "
-            "a gradient: no detach, sign, rounding or comparison, and not from the norm of z alone"
+            f"loss {name!r} has gradient 0 in the directions of the embeddings z, {measured}, so it cannot train an "
+            "adapter; compute it from z with torch operations that have a gradient: no detach, sign, rounding or "
+            "comparison, and not from the norm of z alone; if it has a temperature tau, choose a larger one"
         )
 
 
@@ -333,6 +346,28 @@ class AdapterPath:
         return x_ + g, residual(end, x_) - g
 
 # %% ../nbs/library/18_methods.ipynb #0e139f00
+def _check_mergeable(config):
+    "Raise `InputError` for a closed form in front of an adapter that is not linear."
+    part = getattr(config, "adapter", None)
+    if part and part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
+        raise InputError(
+            f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}; "
+            "use a linear adapter, or init_transform 'raw'"
+        )
+
+
+@limit_threads()
+def _fit_start(config, x, y, statistics):
+    "The adapter of `fit_path` at strength 0, a closed form in front of a trained adapter; nothing is trained."
+    _check_mergeable(config)
+    check_loss(config.loss)
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x), min_classes=2)
+    closed_form = fit_closed_form_start(config.adapter, x, y, statistics)
+    x, _ = _keep_needed(config, x, y)
+    return merge_linear(closed_form.matrix_, mean=closed_form.mean_, x=x)
+
+
 def fit_path(
     config: MethodConfig,  # or another configuration with its four fields
     x: np.ndarray,  # (n, d) unit rows
@@ -343,12 +378,7 @@ def fit_path(
     on_epoch: Callable[[int, int], None] | None = None,  # called with the finished epochs and all epochs
 ) -> AdapterPath:
     "Fit a method and return the adapters at all its strengths."
-    part = getattr(config, "adapter", None)
-    if part and part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
-        raise InputError(
-            f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}; "
-            "use a linear adapter, or init_transform 'raw'"
-        )
+    _check_mergeable(config)
     x = check_embeddings(x)
     closed_form, adapter, _ = fit_method(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch)
     if closed_form is None:
@@ -385,8 +415,8 @@ def fit_adapter(
     y : numpy.ndarray of shape (n,), int
         Labels.
     strength : float, default=1.0
-        In [0, 1]: 1 is the fitted method. 0 is its start: the closed form in front of a trained adapter, the
-        whitening of `discriminant_whitening`, or else the frozen embeddings.
+        In [0, 1]: 1 is the fitted method. 0 is its start: the closed form in front of a trained adapter, for which
+        nothing is trained; the whitening of `discriminant_whitening`; or else the frozen embeddings.
     statistics : ega.closed_form.ClassStatistics, optional
         Of all rows, where `x` and `y` are the rows of `needed_rows`: the closed form is fitted on them.
     device : str or torch.device, optional
@@ -423,4 +453,7 @@ def fit_adapter(
     >>> fit_adapter(build_method_config("linear_supcon", epochs=2), x, np.array([0, 0, 1, 1]), device="cpu")
     LinearAdapter(d=4)
     """
+    check_number(strength, "strength", minimum=0, maximum=1)
+    if strength == 0 and getattr(config, "loss", None) and config.adapter.init_transform != "raw":
+        return _fit_start(config, x, y, statistics)
     return fit_path(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch).at(strength)
