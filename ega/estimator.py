@@ -7,6 +7,7 @@ __all__ = ['SAVED_PARAMS', 'SAVED_SELECTION', 'to_dict', 'EmbeddingAdapter']
 
 # %% ../nbs/library/23_estimator.ipynb #aecbf19d
 import hashlib
+import inspect
 import json
 import tempfile
 import warnings
@@ -321,6 +322,20 @@ def _check_params(estimator):
     if estimator.device is not None:
         pick_device(estimator.device)
     return estimator
+
+
+def _check_no_effect(estimator):
+    "Raise InputError for a parameter of the comparison that was set, although nothing or another method is compared."
+    names, because = (), ""
+    if estimator.max_unseen_loss is None:
+        names = ("unseen_share", "confidence", "candidates", "strengths", "cv", "n_jobs")
+        because = "with max_unseen_loss=None, which compares nothing"
+    elif estimator.method != "auto":
+        names, because = ("candidates",), "with a method other than 'auto'"
+    for name in names:
+        value, default = getattr(estimator, name), inspect.signature(EmbeddingAdapter).parameters[name].default
+        if (list(value) != list(default)) if isinstance(default, tuple) else value != default:
+            raise InputError(f"{name} has no effect {because}; leave it out")
 
 # %% ../nbs/library/23_estimator.ipynb #fit-row-hashes
 def _fit_rows_path(weights):
@@ -670,14 +685,16 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         is fitted if it passes the safety check.
     max_unseen_loss : float or None, default=1.0
         Points of LP@1 that unseen classes may lose, at least 0. None: fit `method` at full strength without
-        comparison.
+        comparison. `unseen_share`, `confidence`, `candidates`, `strengths`, `cv` and `n_jobs` have no effect
+        then, and other values than their defaults are refused in `fit`.
     unseen_share : float, default=0.5
         Share of the queries that is expected from unseen classes, in [0, 1]: its weight in the gain.
     confidence : float, default=0.95
         Confidence of the one-sided bounds on both changes, in [0.5, 1). It holds for each candidate and
         strength by itself, not for the best of them: see Notes.
     candidates : sequence of str or (str, MethodConfig), default=("affine_nca",)
-        Methods that "auto" compares.
+        Methods that "auto" compares. Another `method` is compared alone, and other values than the default
+        are refused in `fit`.
     strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
         Strengths in [0, 1] that are compared: 1 is the fitted method, 0 its closed form before training.
     cv : int, default=4
@@ -800,11 +817,12 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         Raises
         ------
         InputError
-            If X or y is not as described, a parameter of the constructor is out of range, or there are
-            more than half as many classes as labelled rows, of which there are 20 or more. Also if X is a
+            If X or y is not as described, a parameter of the constructor is out of range or has no effect, or
+            there are more than half as many classes as labelled rows, of which there are 20 or more. Also if X is a
             DataFrame and y a Series with the same index in another order: rows are matched by position.
         """
         _check_params(self)
+        _check_no_effect(self)
         with limit_threads(), FitProgress(self.verbose) as progress:
             return _fit(self, X, y, unlabelled, progress)
 

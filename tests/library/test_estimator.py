@@ -282,10 +282,10 @@ def test_own_candidate_survives_save_load_and_a_second_fit(own, tmp_path):
         assert twin.selection_.table.drop(columns="seconds").equals(e.selection_.table.drop(columns="seconds"))
 
 
-@pytest.mark.parametrize("max_unseen_loss", [None, 100.0])
-def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, max_unseen_loss):
+@pytest.mark.parametrize("settings", [{"max_unseen_loss": None}, {"max_unseen_loss": 100.0, "strengths": (1.0,)}])
+def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, settings):
     x, y = world(0)
-    e = EmbeddingAdapter(own, max_unseen_loss=max_unseen_loss, strengths=(1.0,)).fit(x, y)
+    e = EmbeddingAdapter(own, **settings).fit(x, y)
     assert e.selection_.method == "mine" and e.selection_.config == own[1]
     e.save(tmp_path / "a")
     again = EmbeddingAdapter.load(tmp_path / "a")
@@ -977,6 +977,28 @@ def test_parameters_of_another_kind_are_named(fitted, parameters, words):
     _, x, y = fitted
     with pytest.raises(InputError, match=words):
         EmbeddingAdapter(**parameters).fit(x, y)
+
+
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("unseen_share", 0.2, np.float64(0.5)),
+        ("confidence", 0.9, 0.95),
+        ("candidates", ("lda",), ["affine_nca"]),
+        ("strengths", (1.0,), np.array([0, 0.25, 0.5, 0.75, 1])),
+        ("cv", 3, np.int64(4)),
+        ("n_jobs", 2, None),
+    ],
+)
+def test_a_parameter_without_effect_is_refused(fitted, name, value, default):
+    _, x, y = fitted
+    plain = EmbeddingAdapter("wccn", max_unseen_loss=None)
+    with pytest.raises(InputError, match=f"^{name} has no effect with max_unseen_loss=None, which compares nothing; "):
+        clone(plain).set_params(**{name: value}).fit(x, y)
+    plain.set_params(**{name: default}).fit(x, y)  # as a grid may give them
+    compared = EmbeddingAdapter("wccn", candidates=("lda",))
+    with pytest.raises(InputError, match="^candidates has no effect with a method other than 'auto'; leave it out"):
+        compared.fit(x, y)
 
 
 def test_more_jobs_than_folds_are_accepted(fitted):
