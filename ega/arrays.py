@@ -87,10 +87,13 @@ def check_positive_int(
     name: str,  # name of the argument in error messages
     *,
     minimum: int = 1,  # smallest accepted value
+    maximum: int | None = None,  # largest accepted value
 ) -> int:
-    "Return `n` as an int, or raise `InputError` if it is not an integer of at least `minimum`."
+    "Return `n` as an int, or raise `InputError` if it is not an integer within the limits."
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < minimum:
         raise InputError(f"{name} must be an integer >= {minimum}, got {short_repr(n)}")
+    if maximum is not None and n > maximum:
+        raise InputError(f"{name} must be an integer of at most {maximum}, got {n}")
     return int(n)
 
 # %% ../nbs/library/01_arrays.ipynb #check-number
@@ -127,6 +130,16 @@ def check_generator(
     return rng
 
 # %% ../nbs/library/01_arrays.ipynb #to-numpy
+def _check_dense(tensor, name):
+    "Raise `InputError` for a torch tensor without an array of numbers: sparse or on the meta device."
+    for is_other, kind, advice in (
+        (str(tensor.layout) != "torch.strided", "sparse", f"use {name}.to_dense()"),
+        (tensor.is_meta, "meta", "a tensor on the meta device holds no numbers"),
+    ):
+        if is_other:
+            raise InputError(f"{name} must be a dense tensor of numbers, got a {kind} one; {advice}")
+
+
 def _to_numpy(a, name):
     "Convert anything array-like to a NumPy array, without copying when possible."
     if np.ma.isMaskedArray(a) and np.ma.getmaskarray(a).any():
@@ -137,6 +150,7 @@ def _to_numpy(a, name):
             f"use {name}.toarray()"
         )
     if hasattr(a, "detach"):  # a torch tensor
+        _check_dense(a, name)
         a = a.detach().cpu()
         a = a.float() if a.is_floating_point() else a  # NumPy has no bfloat16
         a = a.numpy()
@@ -188,10 +202,12 @@ def _check_numeric(a, x, name):
         _check_table(x, name)
     first = next(iter(a.ravel()[:1].tolist()), None)
     if a.ndim == 0:
-        raise InputError(
-            f"{name} must hold real numbers in an array of shape (n, d), got {short_repr(x)}; "
-            "pass an array, a list of rows, a DataFrame or a tensor"
-        )
+        advice = "pass an array, a list of rows, a DataFrame or a tensor"
+        if isinstance(x, (str, os.PathLike)):
+            advice = "a file is read first, such as with numpy.load or ega.vectors.read_embeddings"
+        elif type(x).__name__ == "EmbeddingSet":
+            advice = "pass its attribute x"
+        raise InputError(f"{name} must hold real numbers in an array of shape (n, d), got {short_repr(x)}; {advice}")
     if a.dtype.kind in "SU" or isinstance(first, (str, bytes)):
         advice = (
             "convert it with .astype('float32')"
@@ -199,7 +215,7 @@ def _check_numeric(a, x, name):
             else "embed texts first, such as with ega.embed.embed"
         )
         raise InputError(f"{name} must hold real numbers, got texts such as {short_repr(first)}; {advice}")
-    if a.ndim == 1 and hasattr(first, "__len__"):
+    if a.ndim == 1 and a.dtype.kind == "O" and hasattr(first, "__len__"):
         raise InputError(f"{name} must have shape (n, d), got {len(a)} vectors in one column; use np.stack({name})")
     if a.dtype.kind == "c":
         raise InputError(f"Complex data not supported: {name} must hold real numbers; use {name}.real")
@@ -658,8 +674,11 @@ def check_matrix(
     dim: int | None = None,  # number of columns the estimator was fitted on; None: any
 ) -> Any:  # array or tensor with the numbers of X, whose rows are not checked yet
     "Check container, type and shape of a matrix with scikit-learn's error messages; a matrix of numbers is not copied."
-    a = X if hasattr(X, "detach") else _to_numpy(X, "X")
-    if not hasattr(X, "detach"):
+    if hasattr(X, "detach"):
+        _check_dense(X, "X")
+        a = X
+    else:
+        a = _to_numpy(X, "X")
         _check_numeric(a, X, "X")
     if a.ndim == 1:
         raise InputError(f"X must have shape (n, d), got {tuple(a.shape)}. Reshape your data: X[None] is one row")
@@ -733,14 +752,18 @@ def check_index(
     X: Any,  # embeddings
     y: Any,  # labels
 ) -> None:
-    """Raise `InputError` if a DataFrame and a Series have the same index in another order.
+    """Raise `InputError` if X and y were exchanged, or have the same index in another order.
 
     Rows are matched by position, so labels would go to other rows. Another index, such as 0, 1, ..., is accepted.
     """
+    if len(getattr(X, "shape", ())) == 1 and len(getattr(y, "shape", ())) == 2:
+        raise InputError(
+            f"X has shape {tuple(X.shape)} and y has {tuple(y.shape)}; expected (n, d) and (n,): were they exchanged?"
+        )
     rows, labels = (getattr(value, "index", None) if hasattr(value, "iloc") else None for value in (X, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
-    if rows.is_unique and labels.is_unique and labels.isin(rows).all():
+    if labels.isin(rows).all() and (rows.is_unique and labels.is_unique or Counter(rows) == Counter(labels)):
         raise InputError(
             "X and y have the same index in another order, and rows are matched by position; "
             "align them: y = y.loc[X.index]"

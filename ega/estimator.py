@@ -6,6 +6,7 @@
 __all__ = ['SAVED_PARAMS', 'SAVED_SELECTION', 'to_dict', 'EmbeddingAdapter']
 
 # %% ../nbs/library/23_estimator.ipynb #aecbf19d
+import copy
 import hashlib
 import inspect
 import json
@@ -244,6 +245,10 @@ def _check_save_path(given, description):
     "Raise InputError if saving would replace a file that EmbeddingAdapter.save did not write."
     if Path(given).suffix in (".json", ".onnx", ".npy", ".npz", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib"):
         raise InputError(f"path must be a folder or a .safetensors file, got {str(given)!r}; choose such a name")
+    if (description.parent / "monitor.json").exists():
+        raise InputError(
+            f"{description.parent} holds a monitor, whose adapter would be replaced; choose another folder"
+        )
     if not description.is_file():
         return
     try:
@@ -510,6 +515,8 @@ class _ExportMixin:
 def _export_onnx(adapter, path):
     "Write an adapter, with the normalisation of its input, as an ONNX file."
     path = check_path(path)
+    if path.suffix != ".onnx":
+        raise InputError(f"path must have the ending .onnx, got {str(path)!r}; choose such a name")
     import_optional("onnx", "onnx")
 
     class NormalizedAdapter(torch.nn.Module):
@@ -649,10 +656,10 @@ def _fit(estimator, X, y, unlabelled, progress):
     "Do the work of `EmbeddingAdapter.fit`, after the parameters were checked; returns the estimator."
     progress.start("checking X and y")
     progress.add_steps(1)  # the fit on all labelled rows
+    check_index(X, y)
     a = check_matrix(X)
     _check_not_transposed(a, y)
     check_feature_names(estimator, X, reset=True)
-    check_index(X, y)
     labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
     check_rows_per_class(labels, classes)
     data_fingerprint, row_hashes = _hash_rows_and_labels(a, labels)  # checks every row
@@ -823,8 +830,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
         """
         _check_params(self)
         _check_no_effect(self)
+        fitted = copy.copy(self)  # so that a fit that fails leaves the earlier one as it was
         with limit_threads(), FitProgress(self.verbose) as progress:
-            return _fit(self, X, y, unlabelled, progress)
+            self.__dict__ = vars(_fit(fitted, X, y, unlabelled, progress))
+        return self
 
     def transform(self, X: Any) -> Any:
         """Adapt embeddings.

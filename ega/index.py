@@ -38,6 +38,7 @@ from ega.arrays import (
     check_positive_int,
     check_unit_norm,
     normalize,
+    short_repr,
 )
 from .closed_form import LinearMap
 from .files import READ_ERRORS, atomic_write, check_path, file_hash, hash_arrays, read_json, short_error
@@ -58,13 +59,21 @@ class IndexTransform(NamedTuple):
     module: torch.nn.Module | None  # of ega.adapters, else None
 
 
-def _normalize_first(transform, dim):
-    "Wrap a transform of unit rows (n, dim) so that it brings its input to norm 1 first."
+def _adapt_unit_rows(transform, dim, x):
+    "Bring rows (n, dim) to norm 1, then transform them."
+    return transform(as_unit_rows(x, dim=dim))
 
-    def adapt(x):
-        return transform(as_unit_rows(x, dim=dim))
 
-    return adapt
+def _adapt_by_matrix(A, b, x):
+    "Unit rows l2(A x + b); b may be None."
+    return normalize(x @ A.T if b is None else x @ A.T + b, "z")
+
+
+def _adapt_in_order(steps, x):
+    "Apply transforms one after the other."
+    for step in steps:
+        x = step.transform(x)
+    return x
 
 
 def _from_matrix(matrix, fingerprint, module=None, offset=None):
@@ -73,11 +82,8 @@ def _from_matrix(matrix, fingerprint, module=None, offset=None):
     b = None if offset is None else check_embeddings(offset.reshape(1, -1), "offset", dim=len(A))[0]
     if b is not None and not b.any():
         b = None
-
-    def adapt(x):
-        return normalize(x @ A.T if b is None else x @ A.T + b, "z")
-
-    return IndexTransform(_normalize_first(adapt, A.shape[1]), A.shape[1], len(A), fingerprint, A, b, module)
+    adapt = partial(_adapt_unit_rows, partial(_adapt_by_matrix, A, b), A.shape[1])
+    return IndexTransform(adapt, A.shape[1], len(A), fingerprint, A, b, module)
 
 
 def _chain(steps):
@@ -95,12 +101,7 @@ def _chain(steps):
         for step in steps[1:]:
             A, b = step.matrix @ A, None if b is None else step.matrix @ b.astype(np.float64)
         return _from_matrix(A, fingerprint, offset=b)
-
-    def adapt(x):
-        for step in steps:
-            x = step.transform(x)
-        return x
-
+    adapt = partial(_adapt_in_order, steps)
     return IndexTransform(adapt, steps[0].input_dim, steps[-1].output_dim, fingerprint, None, None, None)
 
 # %% ../nbs/library/25_index.ipynb #as-map
@@ -126,16 +127,27 @@ def as_transform(
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
         if hasattr(module, "as_matrix"):
             return _from_matrix(module.as_matrix(), fingerprint, module, getattr(module, "offset", None))
-        adapt = _normalize_first(partial(transform, module), module.d)
+        adapt = partial(_adapt_unit_rows, partial(transform, module), module.d)
         return IndexTransform(adapt, module.d, module.d, fingerprint, None, None, module)
     if _is_custom_adapter(adapter):
         output_dim = getattr(adapter, "dim", adapter.d)
-        adapt = _normalize_first(adapter.transform, adapter.d)
+        adapt = partial(_adapt_unit_rows, adapter.transform, adapter.d)
         return IndexTransform(adapt, adapter.d, output_dim, adapter.fingerprint, None, None, None)
     raise InputError(
         "expected an adapter of ega.adapters, a fitted closed form or estimator, a matrix, "
-        f"or an object with transform, d and fingerprint; got {type(adapter).__name__}"
+        f"or an object with transform, d and fingerprint; got {type(adapter).__name__}{_advice_on_adapter(adapter)}"
     )
+
+
+def _advice_on_adapter(adapter):
+    "What to do with a value that is no adapter; empty if nothing is known."
+    if hasattr(adapter, "steps"):
+        return "; pass the step that adapts, such as pipeline[0]"
+    if isinstance(adapter, LinearMap) or hasattr(adapter, "fit"):
+        return "; fit it first"
+    if isinstance(adapter, (torch.Tensor, float, int)):
+        return "; make a matrix an array, such as with numpy.asarray"
+    return ""
 
 
 def _is_custom_adapter(adapter):
@@ -242,6 +254,8 @@ def _check_ids(ids, n, existing):
     ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
     if ids.dtype.kind == "U" and (ids == "").any():
         raise InputError("ids must not be empty texts, because an empty text marks a missing neighbour")
+    if ids.ndim == 0:
+        raise InputError(f"ids must be {n} integers or texts in an array or list, got {type(given).__name__}")
     if ids.shape != (n,) or ids.dtype.kind not in "iuU":
         raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}")
     ids = ids.astype(np.int64) if ids.dtype.kind != "U" else ids
@@ -904,12 +918,14 @@ class _IndexVersions:
 
     def drop(self, version: str) -> None:
         "Delete a finished version that is not the current one."
+        self._check_finished(version)
         if version == self.current:
             raise InputError(f"{version} is the current version; activate another one first")
-        self._check_finished(version)
         shutil.rmtree(self.folder / version)
 
     def _check_finished(self, version):
+        if not isinstance(version, str):
+            raise InputError(f"version must be a name, such as migrate returns it, got {short_repr(version)}")
         if version not in self.versions():
             finished = ", ".join(self.versions()) or "none"
             raise InputError(f"there is no finished version {version!r}; finished versions: {finished}")

@@ -92,6 +92,14 @@ def _check_neighbours(neighbours, k):
     D, I = np.asarray(neighbours[0]), np.asarray(neighbours[1])
     if D.ndim != 2 or D.shape != I.shape:
         raise InputError(f"D and I must have one shape (nq, m), got {D.shape} and {I.shape}")
+    if not len(D):
+        raise InputError("D and I must have a row for each query, got none")
+    if D.dtype.kind not in "fiu" or I.dtype.kind not in "iu" or I.min() < -1:
+        got = f"{D.dtype} and {I.dtype}" + (f" with {I.min()}" if I.dtype.kind in "iu" else "")
+        raise InputError(
+            f"D must hold distances and I row numbers of the gallery, -1 for padding, got {got}; pass (D, I) as of "
+            "ega.search.knn, and numbers in the place of ids"
+        )
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= D.shape[1]:
         raise InputError(f"k must lie in 1..{D.shape[1]}, the neighbours given, got {k}; search for more neighbours")
     if not (D[:, 1:] >= D[:, :-1]).all():

@@ -199,6 +199,17 @@ def _read_monitor(folder, adapter):
     return (m, gallery, dict(zip(names, arrays["reference"].T))), about
 
 # %% ../nbs/library/27_monitor.ipynb #monitor-state
+def _check_signals(reference):
+    "Raise `InputError` unless a dictionary holds known signals (n,) of one length and finite numbers."
+    if unknown := [name for name in reference if name not in DRIFT_SIGNALS]:
+        raise InputError(f"reference must have the signals {', '.join(DRIFT_SIGNALS)}, got {str(unknown[0])[:40]!r}")
+    values = [np.asarray(v) for v in reference.values()]
+    if {v.shape for v in values} != {(len(v),) for v in values if v.ndim} or len({v.shape for v in values}) > 1:
+        raise InputError(f"the signals of reference must have one shape (n,), got {[v.shape for v in values]}")
+    if not all(v.dtype.kind in "fiu" and np.isfinite(v).all() for v in values):
+        raise InputError("the signals of reference must be finite numbers; make them with query_signals")
+
+
 class _MonitorState:
     "Fields of a `Monitor`, saving and loading."
 
@@ -219,6 +230,7 @@ class _MonitorState:
         check_positive_int(batches_checked, "batches_checked", minimum=0)
         if not isinstance(reference, dict) or not reference:
             raise InputError(f"reference must be the signals of query_signals, got {type(reference).__name__}")
+        _check_signals(reference)
         if 5 * horizon / significance > 10**7:
             raise InputError(
                 f"horizon/significance must be at most {10**7 // 5:,}, got {horizon / significance:.3g}: "

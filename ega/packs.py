@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class
+from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class, short_repr
 from ega.files import (
     READ_ERRORS,
     atomic_write,
@@ -137,6 +137,12 @@ class EmbeddingSet:
 
     def take(self, index: Any) -> "EmbeddingSet":
         "Return the set of the rows at `index` (row numbers, a slice or a boolean mask), in that order."
+        try:
+            is_one_row = self.y[index].ndim == 0
+        except IndexError as error:
+            raise InputError(f"index must select some of {self.n} rows, got {short_repr(index)} ({error})") from error
+        if is_one_row:
+            raise InputError(f"index must be row numbers, a slice or a mask, got {index!r}; use [{index!r}]")
         return EmbeddingSet(self.x[index], self.y[index], self.ids[index], self.split[index], self.classes, self.meta)
 
 # %% ../nbs/library/04_packs.ipynb #quantize

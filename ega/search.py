@@ -463,8 +463,8 @@ def build_ivf(
     d = xb.shape[1]
     quantizer = faiss.IndexFlatL2(d)
     index = faiss.IndexIVFFlat(quantizer, d, nlist, faiss.METRIC_L2)
-    index.cp.seed = check_positive_int(kmeans_seed, "kmeans_seed", minimum=0)
-    index.cp.niter = check_positive_int(niter, "niter")
+    index.cp.seed = check_positive_int(kmeans_seed, "kmeans_seed", minimum=0, maximum=2**31 - 1)
+    index.cp.niter = check_positive_int(niter, "niter", maximum=2**31 - 1)
     index.cp.min_points_per_centroid = 1  # no warning for small lists
     index.train(xb)
     index.add(xb)

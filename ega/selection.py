@@ -445,6 +445,8 @@ def check_settings(
         )
     for strength in strengths:
         check_number(strength, "each of strengths", minimum=0, maximum=1)
+    if len({float(strength) for strength in strengths}) < len(strengths):
+        raise InputError(f"strengths must be distinct, got {short_repr(list(strengths))}; leave out the repeated ones")
     check_positive_int(n_folds, "n_folds", minimum=2)
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, (int, np.integer)) or n_jobs == 0):
         raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
@@ -629,6 +631,11 @@ def select_adapter(
         n_jobs=n_jobs,
     )
     max_rows = check_positive_int(max_rows, "max_rows")
+    if progress is not None and not isinstance(progress, FitProgress):
+        raise InputError(
+            f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
+            "`with FitProgress() as progress:`"
+        )
     if device is not None:
         pick_device(device)
     rngs = spawn_rngs(random_state)

@@ -44,6 +44,8 @@ def cluster_bootstrap_means(
     counts = np.zeros(n_boot)
     for rows, times_drawn in zip(members, class_draws.T):
         replicates = np.flatnonzero(times_drawn)  # those that drew this class
+        if not len(replicates):
+            continue
         query_draws = times_drawn[replicates] * len(rows)
         sums[replicates] += _draw_sums(values[rows], query_draws, rng)
         counts[replicates] += query_draws
@@ -67,8 +69,10 @@ def _draw_sums(values, n_draws, rng, *, block_size=2**20):
 def _check_outcomes(values, classes):
     "Values as float64, and the row numbers of each class."
     try:
+        if np.iscomplexobj(values):
+            raise TypeError("they are complex")
         values = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last one for a tensor with a gradient
         raise InputError(f"values must be an array of numbers ({short_error(error)})") from error
     if values.ndim == 0:
         raise InputError(f"values must be an array of numbers, got {values}")
@@ -143,7 +147,7 @@ def bootstrap(
     Interval(mean=0.5, low=0.0, high=1.0)
     """
     check_generator(rng)
-    check_positive_int(n_boot, "n_boot")
+    check_positive_int(n_boot, "n_boot", maximum=10**7)
     check_number(confidence, "confidence", above=0, below=1)
     means = cluster_bootstrap_means(values, classes, rng, n_boot=n_boot)
     if means.ndim != 1:

@@ -27,9 +27,11 @@ from ega.arrays import (
     Rngs,
     check_embeddings,
     check_labels,
+    check_number,
     check_unit_norm,
     limit_threads,
     pick_device,
+    short_repr,
     torch_generator,
 )
 from .config import TrainConfig, config_to_dict
@@ -123,6 +125,8 @@ def pairwise_objective(
     name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss over all pairs of the batch."
+    if not callable(loss):
+        raise InputError(f"loss must be a function of (z, y), such as ega.losses.supcon, got {short_repr(loss)}")
     name = name or _name_of_loss(loss)
 
     def step(forward, x, y, rows, uniforms):
@@ -439,6 +443,8 @@ def _check_training_arguments(adapter, objective, rngs, config) -> None:
     for value, (name, kind) in zip((adapter, objective, rngs, config), expected.items()):
         if not isinstance(value, kind):
             raise InputError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    if not any(p.requires_grad for p in adapter.parameters()):
+        raise InputError(f"adapter must have parameters that require a gradient, got none in {type(adapter).__name__}")
 
 # %% ../nbs/library/17_training.ipynb #train
 PROXY_LR_MULTIPLIER = 100
@@ -552,6 +558,9 @@ def train(
     3
     """
     _check_training_arguments(adapter, objective, rngs, config)
+    check_number(checkpoint_interval, "checkpoint_interval (seconds)", minimum=0)
+    if on_epoch is not None and not callable(on_epoch):
+        raise InputError(f"on_epoch must be a function of two numbers, got {short_repr(on_epoch)}")
     path = None if checkpoint is None else check_path(checkpoint, "checkpoint")
     x, y = _check_training_rows(x, y)
     owner = hash_arrays(x, y, np.frombuffer(json.dumps(config_to_dict(config)).encode(), np.uint8))

@@ -1025,6 +1025,43 @@ def test_evaluate_names_a_pipeline_and_does_not_call_it_unfitted(fitted):
             evaluate(other, x, y)
 
 
+def test_a_fit_that_fails_leaves_the_earlier_one(fitted):
+    _, x, y = fitted
+    frame = pd.DataFrame(x, columns=[f"column {i}" for i in range(x.shape[1])])
+    for first, second in ((x, frame), (frame, x)):
+        e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(first, y)
+        before = dict(vars(e))
+        for wrong in ((second, y[:-1]), (second, -np.ones(len(y), int)), (second, np.zeros(len(y), int))):
+            with pytest.raises(InputError):
+                e.fit(*wrong)
+            assert vars(e) == before
+        e.fit(second, y)
+        assert hasattr(e, "feature_names_in_") == (second is frame)
+
+
+def test_exchanged_arguments_are_named(fitted):
+    e, x, y = fitted
+    for call in (lambda: EmbeddingAdapter().fit(y, x), lambda: evaluate(e, pd.Series(y), pd.DataFrame(x))):
+        with pytest.raises(InputError, match="X has shape .* and y has .* were they exchanged"):
+            call()
+
+
+def test_save_refuses_the_folder_of_a_monitor(fitted, tmp_path):
+    e, x, _ = fitted
+    ega.Monitor.fit(x, e).save(tmp_path / "m")
+    with pytest.raises(InputError, match="m holds a monitor, whose adapter would be replaced"):
+        e.save(tmp_path / "m")
+
+
+def test_a_repeated_index_in_another_order_is_refused(fitted):
+    _, x, y = fitted
+    frame = pd.DataFrame(x, index=y)
+    with pytest.raises(InputError, match="the same index in another order"):
+        EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y[::-1], index=y[::-1]))
+    EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y, index=y))
+    EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y, index=y + 1))
+
+
 def test_a_transposed_matrix_is_named():
     x, y = np.random.default_rng(0).normal(size=(1000, 384)), np.repeat(np.arange(50), 20)
     for labels in (y, y.tolist(), torch.as_tensor(y), pd.Series(y)):
