@@ -240,7 +240,7 @@ def _check_saved_pair(given, weights, description):
         f"`ega fit`{'; ' + advice if given.is_file() else ''}"
     )
 
-
+# %% ../nbs/library/24_estimator.ipynb #b9427327
 def _check_save_path(given, description):
     "Raise InputError if saving would replace a file that EmbeddingAdapter.save did not write."
     if Path(given).suffix in (".json", ".onnx", ".npy", ".npz", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib"):
@@ -328,7 +328,7 @@ def _check_params(estimator):
         pick_device(estimator.device)
     return estimator
 
-
+# %% ../nbs/library/24_estimator.ipynb #74a301e0
 def _check_no_effect(estimator):
     "Raise InputError for a parameter of the comparison that was set, although nothing or another method is compared."
     names, because = (), ""

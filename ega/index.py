@@ -58,7 +58,7 @@ class IndexTransform(NamedTuple):
     offset: np.ndarray | None  # b (output_dim,) of an affine adapter, else None
     module: torch.nn.Module | None  # of ega.adapters, else None
 
-
+# %% ../nbs/library/26_index.ipynb #1a76b15d
 def _adapt_unit_rows(transform, dim, x):
     "Bring rows (n, dim) to norm 1, then transform them."
     return transform(as_unit_rows(x, dim=dim))
@@ -233,7 +233,7 @@ def _check_int64(ids):
                 f"integer ids must fit in int64, at most {largest}, got {i}; use texts, such as [str(i) for i in ids]"
             )
 
-
+# %% ../nbs/library/26_index.ipynb #0deaadc5
 def _check_ids(ids, n, existing):
     "The ids of n new embeddings as an array: distinct, of the type of the existing ids, and none of them among those."
     if ids is None:

@@ -114,11 +114,12 @@ def _update_metadata(table, column, **metadata):
     "Set metadata of a column."
     table.update_field_metadata({"path": column, "metadata": metadata})
 
-
+# %% ../nbs/library/27_lance.ipynb #6be702ca
 def _check_id_type(table, id_column):
     "Raise `InputError` unless a column holds integers or texts."
     import pyarrow as pa
 
+    _check_names(table, [id_column])
     kind = table.schema.field(id_column).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(
@@ -242,16 +243,18 @@ def _run_query(query, where, columns):
         ) from error
 
 # %% ../nbs/library/27_lance.ipynb #adaptedtable-class
-def _to_int64(ids, id_column):
-    "Ids (m,) uint64 as int64, in which -1 marks a missing neighbour; `InputError` if one does not fit."
-    largest = np.iinfo(np.int64).max
+def _read_ids(found, id_column):
+    "Ids (m,) of found rows; uint64 as int64, in which -1 marks a missing one; `InputError` if one does not fit."
+    ids, largest = found[id_column].to_numpy(zero_copy_only=False), np.iinfo(np.int64).max
+    if ids.dtype != np.uint64:
+        return ids
     if len(ids) and ids.max() > largest:
         raise InputError(
             f"ids in column {id_column!r} must fit in int64, at most {largest}, got {ids.max()}; store them as texts"
         )
     return ids.astype(np.int64)
 
-
+# %% ../nbs/library/27_lance.ipynb #a0365f17
 class AdaptedTable:
     "A LanceDB table that adapts raw queries and searches the active column."
 
@@ -265,7 +268,6 @@ class AdaptedTable:
     ):
         self.table, self.adapter, self.id_column = table, as_transform(adapter), id_column
         self.column = active_column(table, vector_column)
-        _check_names(table, [id_column])
         _check_id_type(table, id_column)
         if self.column == vector_column:
             raise InputError(
@@ -314,11 +316,9 @@ class AdaptedTable:
         "Ids and distances, at most as many as rows; missing ones have distance infinity and id -1 or an empty text."
         k = _clip_k(self.table, k)
         found, n = self.rows(xq, k, where=where, nprobes=nprobes), len(xq)
-        query, ids = found["query_index"].to_numpy(), found[self.id_column].to_numpy(zero_copy_only=False)
+        query, ids = found["query_index"].to_numpy(), _read_ids(found, self.id_column)
         rank = np.arange(len(query)) - np.searchsorted(query, query)  # within its query
         missing_id = -1 if ids.dtype.kind in "iu" else ""
-        if ids.dtype == np.uint64:
-            ids = _to_int64(ids, self.id_column)
         D, I = np.full((n, k), np.inf, np.float32), np.full((n, k), missing_id, ids.dtype)
         D[query, rank], I[query, rank] = found["_distance"].to_numpy(), ids
         return Neighbours(D, I)

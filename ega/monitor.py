@@ -133,7 +133,7 @@ def _check_batch(monitor, batch):
     monitor.batches_checked += 1
     return result
 
-
+# %% ../nbs/library/28_monitor.ipynb #36ec84ed
 _MONITOR_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
     r"monitor\.(npz|json)|(matrix|adapter)\.safetensors|\.(monitor|matrix|adapter)\..*\.tmp"
 )

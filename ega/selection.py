@@ -451,6 +451,16 @@ def check_settings(
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, (int, np.integer)) or n_jobs == 0):
         raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
 
+# %% ../nbs/library/23_selection.ipynb #0ef39d0b
+def _checked_progress(progress):
+    "The given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
+    if progress is not None and not isinstance(progress, FitProgress):
+        raise InputError(
+            f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
+            "`with FitProgress() as progress:`"
+        )
+    return progress or FitProgress(show=False)
+
 
 def _resolve_candidates(candidates, random_state):
     "All candidates but the frozen embeddings, which are always compared, with distinct names."
@@ -631,11 +641,6 @@ def select_adapter(
         n_jobs=n_jobs,
     )
     max_rows = check_positive_int(max_rows, "max_rows")
-    if progress is not None and not isinstance(progress, FitProgress):
-        raise InputError(
-            f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
-            "`with FitProgress() as progress:`"
-        )
     if device is not None:
         pick_device(device)
     rngs = spawn_rngs(random_state)
@@ -668,5 +673,5 @@ def select_adapter(
             strengths=strengths,
             n_jobs=n_jobs,
             device=device,
-            progress=progress or FitProgress(show=False),
+            progress=_checked_progress(progress),
         )
