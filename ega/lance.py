@@ -115,6 +115,15 @@ def _update_metadata(table, column, **metadata):
     table.update_field_metadata({"path": column, "metadata": metadata})
 
 # %% ../nbs/library/27_lance.ipynb #6be702ca
+def _check_names(table, columns):
+    "Raise `InputError` unless `columns` are a list of names of columns of a table."
+    _check_table(table)
+    if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
+        raise InputError(f'columns must be a list of names, such as ["id", "label"], got {short_repr(columns)}')
+    if missing := [column for column in columns if column not in table.schema.names]:
+        raise InputError(f"the table has no column {missing[0]!r}, only {', '.join(table.schema.names)}")
+
+
 def _check_id_type(table, id_column):
     "Raise `InputError` unless a column holds integers or texts."
     import pyarrow as pa
@@ -212,15 +221,6 @@ def active_column(
     return _column_metadata(table, vector_column).get("ega_serves", vector_column)
 
 # %% ../nbs/library/27_lance.ipynb #check-search
-def _check_names(table, columns):
-    "Raise `InputError` unless `columns` are a list of names of columns of a table."
-    _check_table(table)
-    if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
-        raise InputError(f'columns must be a list of names, such as ["id", "label"], got {short_repr(columns)}')
-    if missing := [column for column in columns if column not in table.schema.names]:
-        raise InputError(f"the table has no column {missing[0]!r}, only {', '.join(table.schema.names)}")
-
-
 def _clip_k(table, k):
     "The number of neighbours, at most the rows of the table, and 1 for an empty one."
     return min(check_positive_int(k, "k"), max(1, table.count_rows()))
