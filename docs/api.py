@@ -121,6 +121,7 @@ TASKS = {
         "packs.read_pack",
         "packs.write_pack",
         "arrays.normalize",
+        "vectors.check_same_order",
     ),
     "Select and fit an adapter": ("estimator.EmbeddingAdapter", "selection.select_adapter", "methods.fit_adapter"),
     "Adapters and closed forms": (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class
+from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class, short_repr
 from ega.files import (
     READ_ERRORS,
     atomic_write,
@@ -137,6 +137,12 @@ class EmbeddingSet:
 
     def take(self, index: Any) -> "EmbeddingSet":
         "Return the set of the rows at `index` (row numbers, a slice or a boolean mask), in that order."
+        try:
+            is_one_row = self.y[index].ndim == 0
+        except IndexError as error:
+            raise InputError(f"index must select some of {self.n} rows, got {short_repr(index)} ({error})") from error
+        if is_one_row:
+            raise InputError(f"index must be row numbers, a slice or a mask, got {index!r}; use [{index!r}]")
         return EmbeddingSet(self.x[index], self.y[index], self.ids[index], self.split[index], self.classes, self.meta)
 
 # %% ../nbs/library/04_packs.ipynb #quantize
@@ -249,7 +255,7 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     embeddings : EmbeddingSet
         Its `meta` must name the "set" and the "encoder".
     path : path-like
-        Where to write. An existing file is replaced.
+        Where to write, with the ending .parquet. An existing file is replaced.
     dtype : {"int8", "float16", "float32"}, default "int8"
         Type of the stored numbers. float32 is exact; in the packs of this repository int8 keeps the cosine
         between decoded and original rows above 0.9997.
@@ -264,7 +270,7 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     Raises
     ------
     InputError
-        If `embeddings.meta` lacks "set" or "encoder", or if `dtype` or `max_code` is invalid.
+        If `path` has another ending, `embeddings.meta` lacks "set" or "encoder", or `dtype` or `max_code` is invalid.
 
     See Also
     --------
@@ -289,6 +295,9 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     if not isinstance(embeddings, EmbeddingSet):
         raise InputError(f"embeddings must be an EmbeddingSet, got {type(embeddings).__name__}")
     path = check_path(path)
+    if path.suffix != ".parquet":
+        advice = ", or write the numbers alone with numpy.save(path, embeddings.x)" if path.suffix == ".npy" else ""
+        raise InputError(f"a pack must have the ending .parquet, got {str(path)!r}; choose such a name{advice}")
     for key in ("set", "encoder"):
         if not embeddings.meta.get(key):
             raise InputError(
@@ -364,6 +373,13 @@ def open_parquet(
     return f
 
 # %% ../nbs/library/04_packs.ipynb #open-pack
+_READERS = {
+    **dict.fromkeys((".npy", ".npz"), "numpy.load"),
+    ".safetensors": "safetensors.numpy.load_file",
+    ".csv": "pandas.read_csv",
+}
+
+
 def _open_pack(path):
     "Return the Arrow table and the metadata of a pack, or raise `InputError`."
     import pyarrow as pa
@@ -371,6 +387,11 @@ def _open_pack(path):
     path, hint = check_path(path), "copy or embed it again"
     if not path.is_file():
         raise InputError(f"{path}: no such pack; expected a Parquet file written by ega.write_pack or `ega embed`")
+    if path.suffix in _READERS:
+        raise InputError(
+            f"{path}: expected a pack, a Parquet file written by ega.write_pack or `ega embed`, got a {path.suffix} "
+            f"file; read it with {_READERS[path.suffix]}"
+        )
     f = open_parquet(path, hint=hint)
     batches, size = [], 0
     try:

@@ -488,12 +488,38 @@ def _read_ids(path):
     return [str(value) for t in iter_tables(path, ["id"], 0, 2**16) for value in t["id"].to_pylist()]
 
 
-def check_same_order(
-    source: Path | str,  # file of embeddings
-    labels: Path | str,  # file of labels
-) -> None:
-    "Raise `InputError` if the columns `id` of two files differ; the row numbers stand for ids that a file lacks."
-    source, labels = Path(source), Path(labels)
+def check_same_order(source: Path | str, labels: Path | str) -> None:
+    """Raise `InputError` if the columns `id` of two files differ.
+
+    Labels are joined to embeddings by position, so those of another order would go to other rows.
+
+    Parameters
+    ----------
+    source : path-like
+        File of embeddings. Without a column `id`, the numbers of its rows are its ids.
+    labels : path-like
+        File of labels. Without a column `id` nothing is compared.
+
+    Raises
+    ------
+    InputError
+        If both have ids and they differ, or differ in their order.
+
+    See Also
+    --------
+    read_labels : read the labels of a file
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from ega.vectors import check_same_order
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first, second = (Path(folder, name) for name in ("labels.csv", "more.csv"))
+    ...     _ = first.write_text("id,label\\n0,gull\\n1,owl\\n"), second.write_text("id,label\\n0,a\\n1,b\\n")
+    ...     check_same_order(first, second)
+    """
+    source, labels = check_path(source, "source"), check_path(labels, "labels")
     ids, expected = _read_ids(labels), _read_ids(source)
     if ids is None or ids == expected or len(ids) != len(expected or ids):
         return

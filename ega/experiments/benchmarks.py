@@ -33,7 +33,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..arrays import InputError, check_positive_int, import_optional, peak_memory_mb, usable_cores
+from ..arrays import InputError, check_positive_int, import_optional, peak_memory_mb
 from ega.experiments.harness import (
     Group,
     Job,
@@ -45,6 +45,7 @@ from ega.experiments.harness import (
     run_group,
 )
 from ..files import atomic_write
+from ..threads import usable_cores
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #clusters
 def make_clusters(

@@ -17,12 +17,13 @@ import numpy as np
 import pandas as pd
 
 import ega
-from ..arrays import InputError, defer_sigint, usable_cores
+from ..arrays import InputError, defer_sigint
 from ..config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 from .protocols import MAIN_BENCHMARKS
 from .runs import build_config, run_experiment, use_one_thread
 from ..files import atomic_write, file_lock, read_csv_columns, short_error
 from ..packs import open_parquet
+from ..threads import usable_cores
 from ..transform import ray_cluster
 
 # %% ../../nbs/experiments/03_grids.ipynb #store

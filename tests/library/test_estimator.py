@@ -282,10 +282,10 @@ def test_own_candidate_survives_save_load_and_a_second_fit(own, tmp_path):
         assert twin.selection_.table.drop(columns="seconds").equals(e.selection_.table.drop(columns="seconds"))
 
 
-@pytest.mark.parametrize("max_unseen_loss", [None, 100.0])
-def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, max_unseen_loss):
+@pytest.mark.parametrize("settings", [{"max_unseen_loss": None}, {"max_unseen_loss": 100.0, "strengths": (1.0,)}])
+def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, settings):
     x, y = world(0)
-    e = EmbeddingAdapter(own, max_unseen_loss=max_unseen_loss, strengths=(1.0,)).fit(x, y)
+    e = EmbeddingAdapter(own, **settings).fit(x, y)
     assert e.selection_.method == "mine" and e.selection_.config == own[1]
     e.save(tmp_path / "a")
     again = EmbeddingAdapter.load(tmp_path / "a")
@@ -979,6 +979,28 @@ def test_parameters_of_another_kind_are_named(fitted, parameters, words):
         EmbeddingAdapter(**parameters).fit(x, y)
 
 
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("unseen_share", 0.2, np.float64(0.5)),
+        ("confidence", 0.9, 0.95),
+        ("candidates", ("lda",), ["affine_nca"]),
+        ("strengths", (1.0,), np.array([0, 0.25, 0.5, 0.75, 1])),
+        ("cv", 3, np.int64(4)),
+        ("n_jobs", 2, None),
+    ],
+)
+def test_a_parameter_without_effect_is_refused(fitted, name, value, default):
+    _, x, y = fitted
+    plain = EmbeddingAdapter("wccn", max_unseen_loss=None)
+    with pytest.raises(InputError, match=f"^{name} has no effect with max_unseen_loss=None, which compares nothing; "):
+        clone(plain).set_params(**{name: value}).fit(x, y)
+    plain.set_params(**{name: default}).fit(x, y)  # as a grid may give them
+    compared = EmbeddingAdapter("wccn", candidates=("lda",))
+    with pytest.raises(InputError, match="^candidates has no effect with a method other than 'auto'; leave it out"):
+        compared.fit(x, y)
+
+
 def test_more_jobs_than_folds_are_accepted(fitted):
     _, x, y = fitted
     one, many = (EmbeddingAdapter(candidates=("wccn",), n_jobs=n).fit(x, y) for n in (1, 10**6))
@@ -996,6 +1018,54 @@ def test_evaluate_names_a_pipeline_and_does_not_call_it_unfitted(fitted):
     for other, words in (
         (make_pipeline(e), "got Pipeline; pass the step that is one, such as pipeline.0."),
         (KNeighborsClassifier().fit(x, y), "must be an EmbeddingAdapter, got KNeighborsClassifier"),
+        ("A", "got str; of a saved one use EmbeddingAdapter.load.'A'"),
+        (Path("A"), "of a saved one use EmbeddingAdapter.load.'A'"),
     ):
         with pytest.raises(InputError, match=words):
             evaluate(other, x, y)
+
+
+def test_a_fit_that_fails_leaves_the_earlier_one(fitted):
+    _, x, y = fitted
+    frame = pd.DataFrame(x, columns=[f"column {i}" for i in range(x.shape[1])])
+    for first, second in ((x, frame), (frame, x)):
+        e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(first, y)
+        before = dict(vars(e))
+        for wrong in ((second, y[:-1]), (second, -np.ones(len(y), int)), (second, np.zeros(len(y), int))):
+            with pytest.raises(InputError):
+                e.fit(*wrong)
+            assert vars(e) == before
+        e.fit(second, y)
+        assert hasattr(e, "feature_names_in_") == (second is frame)
+
+
+def test_exchanged_arguments_are_named(fitted):
+    e, x, y = fitted
+    for call in (lambda: EmbeddingAdapter().fit(y, x), lambda: evaluate(e, pd.Series(y), pd.DataFrame(x))):
+        with pytest.raises(InputError, match="X has shape .* and y has .* were they exchanged"):
+            call()
+
+
+def test_save_refuses_the_folder_of_a_monitor(fitted, tmp_path):
+    e, x, _ = fitted
+    ega.Monitor.fit(x, e).save(tmp_path / "m")
+    with pytest.raises(InputError, match="m holds a monitor, whose adapter would be replaced"):
+        e.save(tmp_path / "m")
+
+
+def test_a_repeated_index_in_another_order_is_refused(fitted):
+    _, x, y = fitted
+    frame = pd.DataFrame(x, index=y)
+    with pytest.raises(InputError, match="the same index in another order"):
+        EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y[::-1], index=y[::-1]))
+    EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y, index=y))
+    EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, pd.Series(y, index=y + 1))
+
+
+def test_a_transposed_matrix_is_named():
+    x, y = np.random.default_rng(0).normal(size=(1000, 384)), np.repeat(np.arange(50), 20)
+    for labels in (y, y.tolist(), torch.as_tensor(y), pd.Series(y)):
+        with pytest.raises(InputError, match="X has 384 rows and y has 1,000 labels, as many.*is X transposed"):
+            EmbeddingAdapter().fit(x.T, labels)
+    with pytest.raises(InputError, match="384 rows, 999 labels"):
+        EmbeddingAdapter().fit(x.T, y[:-1])

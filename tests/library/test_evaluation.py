@@ -99,7 +99,9 @@ def test_a_gallery_of_the_query_alone_gives_padding_and_a_miss():
     x, y = clouds()
     for queries in ([3], [3, 4]):
         found = knn_among_rows(x, queries, [3], 2, device="cpu")
-        assert found.I[0].tolist() == [-1, -1] and np.isinf(found.D[0]).all()
+        assert found.I[0].tolist() == [-1] and np.isinf(found.D[0]).all()
+    found = knn_among_rows(x, [3, 4], [3, 5], 10**12, device="cpu")
+    assert found.I[0].tolist() == [1, -1] and sorted(found.I[1]) == [0, 1] and np.isinf(found.D).sum() == 1
     hits = label_hits(x, y, [3], [3], device="cpu")
     assert hits.hit.tolist() == [0] and hits.neighbour.tolist() == [-1]
 

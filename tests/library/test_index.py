@@ -1,5 +1,6 @@
 "AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +241,15 @@ def test_ids_are_returned_and_saved(tmp_path, ids):
     assert (again.search(xq, 4).I == i.search(xq, 4).I).all() and again.ids.dtype == i.ids.dtype
 
 
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_an_index_survives_pickle(kind):
+    adapter = (LINEAR, [LINEAR, LINEAR], ReleasedEGA(D, hidden=4, gen=torch.Generator().manual_seed(0)).eval())[kind]
+    index = AdaptedIndex(adapter).add(x)
+    again = pickle.loads(pickle.dumps(index))
+    for a, b in zip(index.search(xq, 3), again.search(xq, 3)):
+        assert np.array_equal(a, b)
+
+
 def test_missing_neighbours_are_padded():
     probed = AdaptedIndex(LINEAR, "IVF100,Flat").tune(nprobe=1)
     texts = AdaptedIndex(LINEAR, "IVF100,Flat").tune(nprobe=1).add(x, [f"{i}" for i in range(N)])
@@ -326,6 +336,19 @@ def test_embeddings_of_another_adapter_are_refused():
         (lambda: AdaptedIndex(LINEAR).add(x[:2], ["a", "b"]).add(x[2:4], [1, 2]), "texts"),
         (lambda: AdaptedIndex(LINEAR).add(x[:2], [-1, 2]), ">= 0"),
         (lambda: AdaptedIndex(LINEAR).add(x, [1]), "ids must be"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [1, 2**63]), "at most 9223372036854775807, got 9223372036854775808"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [-1, 2**63]), "at most 9223372036854775807, got 9223372036854775808"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [1, 2**70]), f"at most 9223372036854775807, got {2**70}"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:1], np.array([2**64 - 1], "u8")), f"got {2**64 - 1}"),
+        (
+            lambda: AdaptedIndex(LINEAR).add(x[:2], (i for i in "ab")),
+            "2 integers or texts in an array .* got generator",
+        ),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], {1, 2}), "2 integers or texts in an array or list, got set"),
+        (lambda: AdaptedIndex(WCCN()), "got WCCN; fit it first"),
+        (lambda: AdaptedIndex(torch.eye(D)), "got Tensor; make a matrix an array"),
+        (lambda: AdaptedIndex(np.eye(D).tolist()), "make a matrix an array"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:1], [2**63 - 1]).add(x[1:2]), "got 9223372036854775808"),
     ],
 )
 def test_bad_input_raises(call, words):

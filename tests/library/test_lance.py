@@ -137,6 +137,10 @@ def test_two_adapted_columns_and_back_to_raw(table):
         (lambda t: activate(t, "adapted_0"), "no column"),
         (lambda t: active_column(t, "nothing"), "no column"),
         (lambda t: AdaptedTable(t, LinearAdapter(D)), "are not adapted"),
+        (lambda t: activate(t, WHITENING), "column must be a name"),
+        (lambda t: activate(t, x), "column must be a name, such as migrate_table returns it, got ndarray"),
+        (lambda t: activate(t, None), "column must be a name"),
+        (lambda t: migrate_table(t, WHITENING, id_column="vector"), "must hold integers or texts"),
     ],
 )
 def test_bad_input_raises(table, call, words):
@@ -178,3 +182,24 @@ def test_rows_of_any_norm_are_migrated_and_searched_as_unit_rows(tmp_path, table
     expected = exact(WHITENING, 5)
     found = AdaptedTable(raw, WHITENING).search(5 * xq, 5)
     assert np.array_equal(found.I, expected.I) and np.abs(found.D - expected.D).max() < 1e-5
+
+
+@pytest.mark.parametrize("columns", ["id", 3, ["id", 3], {"id"}, np.array(["id"])])
+def test_columns_are_a_list_of_names(table, columns):
+    activate(table, migrate_table(table, WHITENING))
+    message = error_message(lambda: AdaptedTable(table, WHITENING).rows(xq[:1], 2, columns=columns))
+    assert message.startswith('columns must be a list of names, such as ["id", "label"], got')
+
+
+def test_unsigned_ids_are_returned_if_they_fit_in_int64(tmp_path):
+    import pyarrow as pa
+
+    ids, vectors = np.array([7, 2**63 + 5], "u8"), x[[0, 299]]
+    rows = pa.table({"id": ids, "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), D)})
+    table = lancedb.connect(tmp_path).create_table("t", rows)
+    activate(table, migrate_table(table, WHITENING))
+    searched = AdaptedTable(table, WHITENING)
+    found = searched.search(vectors[:1], 2, where="id < 100")
+    assert found.I.tolist() == [[7, -1]] and found.I.dtype == np.int64
+    message = error_message(lambda: searched.search(vectors, 2))
+    assert message.startswith(f"ids in column 'id' must fit in int64, at most {2**63 - 1}, got {2**63 + 5}")

@@ -38,7 +38,15 @@ from ega.config import (
     uses_gradient_training,
 )
 from ega.losses import LOSSES, nca, register_loss, supcon
-from ega.methods import build_adapter, build_objective, fit_adapter, fit_closed_form_start, fit_method, needed_rows
+from ega.methods import (
+    build_adapter,
+    build_objective,
+    fit_adapter,
+    fit_closed_form_start,
+    fit_method,
+    fit_path,
+    needed_rows,
+)
 from ega.metrics import cosine_std_of_negative_pairs
 
 TRAINED = [name for name in METHODS if uses_gradient_training(name)]
@@ -287,6 +295,27 @@ def test_strength_goes_from_the_closed_form_to_the_trained_adapter(strength):
     assert np.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["affine_nca", "whitened_supcon", "lora"])
+def test_strength_0_is_the_start_of_the_path_and_trains_nothing(method, monkeypatch):
+    x, y = make_data()
+    config = small("affine_nca" if method == "lora" else method)
+    if method == "lora":
+        config = replace(config, adapter=replace(config.adapter, kind="lora", rank=2, scale=1.0))
+    expected, steps = fit_path(config, x, y, device="cpu").at(0.0), []
+    monkeypatch.setattr(methods, "train", lambda *args, **kwargs: steps.append(args))
+    found = fit_adapter(config, x, y, strength=0.0, device="cpu")
+    assert not steps and not found.training and type(found) is type(expected)
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("strength", [-0.1, 2, "1", None, float("nan")])
+def test_a_strength_outside_0_to_1_is_refused(strength):
+    with pytest.raises(InputError, match="strength must be a finite number in .0, 1."):
+        fit_adapter(small("affine_nca"), *make_data(), strength=strength, device="cpu")
+
+
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
 def test_strength_of_discriminant_whitening_is_its_discrimination(strength):
     x, y = make_data()
@@ -427,6 +456,11 @@ def detached_proxies(z, y, proxies):
         (lambda z, y: ((z @ z.T) > 0.5).float().mean() + 0 * z.sum(), "no detach, sign, rounding or comparison"),
         (detached_proxies, "loss 'mine' has gradient 0"),
         (lambda z, y: z.sum(1), "loss 'mine' must return a scalar"),
+        (lambda z, y: 1e30 * (z @ z.T).square().mean(), "its largest gradient .* 1e-12 to 1e.15, .* scale the loss"),
+        (lambda z, y: 1e-30 * (z @ z.T).square().mean(), "its largest gradient .* scale the loss"),
+        (lambda z, y: ((z @ z.T) / 1e-30).logsumexp(1).mean(), "choose a larger temperature tau"),
+        (lambda z, y: (z @ z.T).sum() / 0, "loss 'mine' is inf|loss 'mine' is nan"),
+        (lambda z, y: (z @ z.T).sum() * float("nan"), "loss 'mine' is nan"),
     ],
 )
 def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss, words):
@@ -438,6 +472,14 @@ def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss, words
             build_objective(LossConfig("mine"), x, y, device="cpu")
     finally:
         del LOSSES["mine"]
+
+
+@pytest.mark.parametrize("loss", ["nca", "supcon", "icon", "cosface", "proxy_anchor"])
+def test_a_tiny_temperature_is_named(loss):
+    x, y = make_data()
+    margin = {"cosface": 0.3, "proxy_anchor": 0.1}.get(loss)
+    with pytest.raises(InputError, match="temperature tau"):
+        build_objective(LossConfig(loss, tau=1e-30, margin=margin), x, y, device="cpu")
 
 
 def test_a_loss_that_is_0_on_the_data_is_accepted():

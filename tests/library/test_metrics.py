@@ -124,7 +124,9 @@ def test_ar_compares_distances_not_row_numbers():
 
 
 def test_ar_with_padding_and_with_a_gallery_smaller_than_k():
-    exact = knn(circle_points(0), circle_points(10, 20), 4, device="cpu")
+    exact = knn(circle_points(0), circle_points(10, 20), 2, device="cpu")
+    padding = ((0, 0), (0, 2))
+    exact = Neighbours(np.pad(exact.D, padding, constant_values=np.inf), np.pad(exact.I, padding, constant_values=-1))
     approx = Neighbours(np.where(exact.I == 0, exact.D, np.inf)[:, :4], np.where(exact.I == 0, 0, -1))
     assert ar_at_k(approx, exact, 4)[0] == 0.5 and ar_at_k(exact, exact, 4)[0] == 1
 

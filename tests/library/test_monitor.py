@@ -10,6 +10,7 @@ import torch
 from ega.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
+from ega.estimator import EmbeddingAdapter
 from ega.index import as_transform
 from ega.monitor import Monitor, permutation_test, query_signals
 from ega.testing import error_message
@@ -205,6 +206,18 @@ def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
         Monitor.load(tmp_path / "m")
 
 
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    "As that of an adapter, whose weights have the name of those of a monitor."
+    m, estimator = Monitor.fit(unit(50, 7), MLP, gallery), EmbeddingAdapter("wccn", max_unseen_loss=None)
+    estimator.fit(unit(40, 1), np.arange(40) // 4).save(tmp_path / "A")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "A").iterdir()}
+    assert "name a new folder" in error_message(lambda: m.save(tmp_path / "A"))
+    assert before == {f.name: f.read_bytes() for f in (tmp_path / "A").iterdir()}
+    other = Monitor.fit(unit(50, 7), WHITE, gallery)
+    for monitor in (m, other, m):  # the weights have another name in `other`
+        assert Monitor.load(monitor.save(tmp_path / "m")).check(unit(9, 1)) == monitor.check(unit(9, 1))
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -212,6 +225,11 @@ def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
         (lambda: Monitor.fit(unit(50, 7), WHITE, gallery, horizon=0), "horizon"),
         (lambda: query_signals(unit(5, 0), WHITE, gallery[:4]), "at least k"),
         (lambda: Monitor.fit(0 * unit(50, 7), WHITE, gallery), "rows of norm 0"),
+        (lambda: Monitor.fit(unit(18, 7), WHITE), "give at least 19 distinct rows, a gallery"),
+        (lambda: Monitor.fit(unit(1, 7), WHITE), "give at least 19 distinct rows, a gallery"),
+        (lambda: Monitor.fit(unit(5, 7).repeat(8, 0), WHITE), "got 0 of 40 rows"),
+        (lambda: Monitor.fit(unit(50, 7)[:, :4], WHITE, gallery), "reference must have"),
+        (lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]), "batch must have"),
         (lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]), "columns"),
     ],
 )

@@ -304,7 +304,17 @@ def test_missing_file_folder_unnamed_set_and_bad_dtype(tmp_path):
         write_pack(EmbeddingSet(np.eye(2, dtype="f4"), [0, 1]), tmp_path / "p.parquet")
     with pytest.raises(InputError, match="dtype must be one of"):
         write_pack(make(), tmp_path / "p.parquet", dtype="int4")
+    with pytest.raises(InputError, match=r"must have the ending .parquet, got .*x.npy.*numpy.save\(path, embeddings.x"):
+        write_pack(make(), tmp_path / "x.npy")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ending, reader", [(".npy", "numpy.load"), (".csv", "pandas.read_csv")])
+def test_a_file_of_another_kind_is_named_with_its_reader(tmp_path, ending, reader):
+    path = tmp_path / f"x{ending}"
+    path.write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match=f"got a {ending} file; read it with {reader}$"):
+        read_pack(path)
 
 
 def test_docstring_examples():

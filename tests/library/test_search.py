@@ -34,15 +34,28 @@ def flat(xq, xb, k):
 
 
 @pytest.mark.parametrize(
-    "nq, nb, d, k", [(1, 1, 1, 1), (7, 50, 3, 50), (300, 2000, 32, 1), (300, 2000, 32, 10), (30, 5, 8, 9)]
+    "nq, nb, d, k", [(1, 1, 1, 1), (7, 50, 3, 50), (300, 2000, 32, 1), (300, 2000, 32, 10), (30, 5, 8, 5)]
 )
 def test_knn_equals_faiss_flat(nq, nb, d, k):
     xq, xb = rows(nq, d, 1), rows(nb, d, 2)
     D, I = flat(xq, xb, k)
     found = knn(xq, xb, k, device="cpu")
     assert (found.I == I).all()
-    assert np.abs(found.D - D)[I >= 0].max() < 2e-6  # float32 rounding of |q|^2 - 2qb + |b|^2
-    assert np.isinf(found.D[I < 0]).all() and found.D.dtype == np.float32 and found.I.dtype == np.int64
+    assert np.abs(found.D - D).max() < 2e-6  # float32 rounding of |q|^2 - 2qb + |b|^2
+    assert found.D.dtype == np.float32 and found.I.dtype == np.int64
+
+
+@pytest.mark.parametrize("k", [10, 10**12])
+def test_no_more_neighbours_than_rows_are_returned(k):
+    "A result of the k asked for would not fit the memory."
+    x = rows(9, 4, 40)
+    swept = ivf_sweep(x, x, nlist=3, nprobes=(3,), k=k, device="cpu")[3]
+    for found, every in (
+        (knn(x, x, k, device="cpu"), knn(x, x, 9, device="cpu")),
+        (loo_knn(x, k, device="cpu"), loo_knn(x, 8, device="cpu")),
+        (swept, knn(x, x, 9, device="cpu")),
+    ):
+        assert (found.I == every.I).all() and (found.D == every.D).all() and (every.I >= 0).all()
 
 
 def test_knn_equals_scikit_learn():

@@ -109,6 +109,13 @@ def test_a_class_drawn_twice_gets_independent_queries():
     assert abs(within / (0.25 / 20) - 1) < 4 * (2 / 40_000) ** 0.5
 
 
+@pytest.mark.parametrize("n_boot", [1, 2, 3])
+def test_few_replicates_may_leave_out_a_class(n_boot):
+    values, classes = np.arange(40.0), np.arange(40) // 2
+    interval = bootstrap(values, classes, np.random.default_rng(0), n_boot=n_boot)
+    assert interval.mean == values.mean() and 0 <= interval.low <= interval.high <= 39
+
+
 def test_bootstrap_of_26_columns_is_fast():
     "One matrix product for all columns; gathering all draws took 5 s."
     classes, values = np.repeat(np.arange(10), 1000), np.random.default_rng(0).random((10_000, 26))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from ega import EmbeddingAdapter, arrays, estimator, methods, search, selection
+from ega import EmbeddingAdapter, estimator, methods, search, selection, threads
 from ega.adapters import LinearAdapter
-from ega.arrays import PARALLEL_FLOPS, limit_threads, normalize, spawn_rngs, usable_cores
+from ega.arrays import normalize, spawn_rngs
 from ega.closed_form import WCCN
 from ega.config import TrainConfig, build_method_config
 from ega.search import knn, loo_knn
 from ega.testing import simplex_vertices
+from ega.threads import PARALLEL_FLOPS, limit_threads, usable_cores
 from ega.training import Objective, pairwise_objective, train
 
 
@@ -28,7 +29,7 @@ def numbers():
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch):
     "Three threads in every library, on a process with four cores, as far as `limit_threads` is told."
-    monkeypatch.setattr(arrays, "usable_cores", lambda: 4)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
     before = torch.get_num_threads()
     with threadpool_limits(3):
         torch.set_num_threads(3)
@@ -44,15 +45,15 @@ def world():
 
 
 @pytest.mark.parametrize(
-    "cores, flops, threads",
+    "cores, flops, n_threads",
     [(4, 0, 1), (4, PARALLEL_FLOPS - 1, 1), (4, PARALLEL_FLOPS, 3), (2, PARALLEL_FLOPS, 2), (1, PARALLEL_FLOPS, 1)],
 )
-def test_small_products_have_one_thread_and_large_ones_all_that_are_set(monkeypatch, cores, flops, threads):
-    monkeypatch.setattr(arrays, "usable_cores", lambda: cores)
+def test_small_products_have_one_thread_and_large_ones_all_that_are_set(monkeypatch, cores, flops, n_threads):
+    monkeypatch.setattr(threads, "usable_cores", lambda: cores)
     before = numbers()
     with limit_threads(flops):
         inside = numbers()
-        assert inside[0] == threads and {n for _, n in inside[1:]} == {threads}
+        assert inside[0] == n_threads and {n for _, n in inside[1:]} == {n_threads}
     assert numbers() == before and before[0] == 3
 
 
@@ -102,7 +103,7 @@ def test_overlapping_blocks_of_two_threads_restore_the_first_number(first_ends_f
 
 
 def test_number_that_all_python_threads_share_is_restored_with_the_last_block():
-    settings, shared, own = arrays._ThreadSettings(), [], []
+    settings, shared, own = threads._ThreadSettings(), [], []
     settings.settings, settings.n_blocks = [(shared.append, 3, True), (own.append, 3, False)], 2
     settings.leave(None)
     assert shared == [] and own == [3]
@@ -142,10 +143,10 @@ def test_fit_restores_the_threads(monkeypatch, raised):
     assert all(first == 1 and {n for _, n in rest} == {1} for first, *rest in seen)
 
 
-@pytest.mark.parametrize("batch, threads", [(8, 1), (10**6, 3)])
-def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, threads):
+@pytest.mark.parametrize("batch, n_threads", [(8, 1), (10**6, 3)])
+def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, n_threads):
     "The product of a batch of all 48 rows with itself reaches the limit, that of a batch of 8 rows does not."
-    monkeypatch.setattr(arrays, "PARALLEL_FLOPS", 2 * 48 * 48 * 4)
+    monkeypatch.setattr(threads, "PARALLEL_FLOPS", 2 * 48 * 48 * 4)
     x, y, seen = np.tile(np.eye(4), (12, 1)), np.tile(np.arange(4), 12), []
 
     def step(forward, x, y, rows, uniforms):
@@ -155,7 +156,7 @@ def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, threads)
     objective = pairwise_objective(lambda z, y: z.square().mean())
     config = TrainConfig(epochs=1, batch_size=batch)
     train(LinearAdapter(4), Objective(step), x, y, rngs=spawn_rngs(0), config=config, device="cpu")
-    assert set(seen) == {threads} and torch.get_num_threads() == 3
+    assert set(seen) == {n_threads} and torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("of", ["knn", "loo_knn"])
@@ -167,7 +168,7 @@ def test_search_chooses_by_its_size_and_each_of_its_threads_multiplies_alone(mon
         monkeypatch.setattr(search, name, watched)
     x = simplex_vertices(5)
     for limit, blocks in ((2 * len(x) ** 2 * x.shape[1], 3), (2 * len(x) ** 2 * x.shape[1] + 1, 1)):
-        monkeypatch.setattr(arrays, "PARALLEL_FLOPS", limit)
+        monkeypatch.setattr(threads, "PARALLEL_FLOPS", limit)
         search.loo_knn(x, 2, device="cpu") if of == "loo_knn" else search.knn(x, x, 2, device="cpu")
         assert seen == [1] * blocks and numbers()[1][1] == 3
         seen.clear()
@@ -184,7 +185,7 @@ def test_closed_forms_use_one_thread(monkeypatch):
 
 
 def test_workers_use_one_thread_for_large_products_too_and_restore_the_threads(monkeypatch):
-    monkeypatch.setattr(arrays, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(threads, "PARALLEL_FLOPS", 0)
     before, seen, fit = numbers(), [], selection.fit_path
     monkeypatch.setattr(selection, "fit_path", lambda *a, **kw: seen.append(numbers()) or fit(*a, **kw))
     with joblib.parallel_config("threading", n_jobs=2):
@@ -194,7 +195,7 @@ def test_workers_use_one_thread_for_large_products_too_and_restore_the_threads(m
 
 
 def _unit(x, y):
-    return arrays.normalize(x), y
+    return normalize(x), y
 
 
 @pytest.mark.parametrize(
@@ -211,14 +212,14 @@ def test_quota_of_a_container_is_the_smallest_of_its_groups(tmp_path, files, cor
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text + "\n")
     (tmp_path / "groups").write_text("1:cpu:/old\n0::/a/b\n")
-    assert arrays._cpu_quota(tmp_path / "root", tmp_path / "groups") == cores
-    assert arrays._cpu_quota(tmp_path / "root", tmp_path / "missing") == math.inf
+    assert threads._cpu_quota(tmp_path / "root", tmp_path / "groups") == cores
+    assert threads._cpu_quota(tmp_path / "root", tmp_path / "missing") == math.inf
 
 
 @pytest.mark.parametrize("quota, cores", [(0.5, 1), (1.5, 2), (9, 4), (math.inf, 4)])
 def test_usable_cores_count_a_part_of_a_core_as_one(monkeypatch, quota, cores):
-    monkeypatch.setattr(arrays.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
-    monkeypatch.setattr(arrays, "_cpu_quota", lambda: quota)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    monkeypatch.setattr(threads, "_cpu_quota", lambda: quota)
     assert usable_cores() == cores
 
 
@@ -228,7 +229,7 @@ def test_queries_divided_among_threads_have_the_same_neighbours(k, monkeypatch):
     x = normalize(np.random.default_rng(0).normal(size=(301, 8)))
     x[40:50] = x[3]
     expected = knn(x[:70], x, k), loo_knn(x, k)
-    monkeypatch.setattr(arrays, "PARALLEL_FLOPS", 1)
+    monkeypatch.setattr(threads, "PARALLEL_FLOPS", 1)
     blocks, search_block = [], search._nearest_by_product
     monkeypatch.setattr(search, "_nearest_by_product", lambda q, *a: blocks.append(len(q)) or search_block(q, *a))
     found = knn(x[:70], x, k), loo_knn(x, k)

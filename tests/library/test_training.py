@@ -261,7 +261,7 @@ def test_bad_input_is_refused_before_the_first_step():
         TrainConfig(epochs=0)
     with pytest.raises(InputError, match="batch_size must be an integer >= 2, got 2.5"):
         TrainConfig(batch_size=2.5)
-    with pytest.raises(InputError, match="lr must be a finite number >= 0"):
+    with pytest.raises(InputError, match="lr must be a finite number > 0"):
         TrainConfig(lr=float("nan"))
     with pytest.raises(InputError, match="schedule must be 'cosine' or 'constant'"):
         TrainConfig(schedule="linear")

@@ -43,6 +43,7 @@ from ega.selection import select_adapter
 from ega.statistics import bootstrap
 from ega.training import pairwise_objective, train
 from ega.transform import transform_file
+from ega.vectors import check_same_order
 
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
 MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
@@ -50,6 +51,7 @@ LABELS = (None, 3, "x", {}, [], float("nan"), -1, np.zeros((120, 2), int))
 PATHS = (None, 3, 1.5, b"x", [], ["a"], object(), {}, "", len)
 OBJECTS = (None, 3, "missing", b"x", [], [3], object(), {}, len)
 DEVICES = (3, "tpu", "cuda:999", b"cpu", [], object(), len)
+TENSORS = (torch.eye(8).to_sparse(), torch.empty(5, 8, device="meta"))
 TEXTS = (3, b"x", [], object(), {}, "nothing", len)
 
 
@@ -65,6 +67,15 @@ class LetterCounts:
         return np.array(batch, "float32")
 
 
+def wrong_pairs(D, I):
+    "Distances and row numbers of another type or range."
+    return (
+        *((D, other) for other in (I.astype(float), I.astype(str), I - 500, I * np.nan)),
+        *((other, I) for other in (D.astype(str), D + 0j, D.astype(object))),
+        (D[:0], I[:0]),
+    )
+
+
 def make_calls(folder):
     "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
@@ -73,6 +84,7 @@ def make_calls(folder):
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
     (folder / "file").write_text("a file, where a folder is needed")
+    (folder / "order.csv").write_text("id,label\n" + "".join(f"{i},{c}\n" for i, c in enumerate(y)))
     es = EmbeddingSet(x, y, meta={"set": "s", "encoder": "e"})
     write_pack(es, out("p.parquet"))
     fitted = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
@@ -89,7 +101,7 @@ def make_calls(folder):
     data = dict(x=x, y=y)
     settings = {"max_unseen_loss": (*NUMBERS[1:-3], -1, len), "confidence": NUMBERS, "random_state": NUMBERS}
     settings |= {"candidates": (None, 5, "wccn", [3], [("a", 1)], object(), len), "n_jobs": NUMBERS[1:-2]}
-    settings |= {"strengths": (None, "x", ["a"], [], [2.0], [float("nan")], 0.5, len), "device": DEVICES}
+    settings |= {"strengths": (None, "x", ["a"], [], [2.0], [float("nan")], 0.5, len, (1, 1.0)), "device": DEVICES}
 
     def fit(**parameters):
         return EmbeddingAdapter(**parameters).fit(x[:60], y[:60])
@@ -114,6 +126,7 @@ def make_calls(folder):
         ],
         "packs.EmbeddingSet": [
             (EmbeddingSet, data, {"x": MATRICES, "y": LABELS, "ids": OBJECTS[1:], "split": OBJECTS[1:]}),
+            (es.take, {"index": [0, 3]}, {"index": (3, "a", [1.5], [10**6], [True], len)}),
             (EmbeddingSet, data, {"classes": (3, "x", object(), len), "meta": (None, 3, "x", [3], object(), len)}),
         ],
         "packs.read_pack": [(read_pack, {"path": out("p.parquet")}, {"path": PATHS})],
@@ -121,17 +134,22 @@ def make_calls(folder):
             (write_pack, dict(embeddings=es, path=out("q.parquet")), {"embeddings": OBJECTS, "path": PATHS}),
             (write_pack, dict(embeddings=es, path=out("q.parquet")), {"dtype": TEXTS, "max_code": (*NUMBERS, 500)}),
         ],
-        "arrays.normalize": [(normalize, {"x": x}, {"x": MATRICES})],
+        "arrays.normalize": [(normalize, {"x": x}, {"x": (*MATRICES, es, *TENSORS)})],
+        "vectors.check_same_order": [
+            (check_same_order, dict(source=out("p.parquet"), labels=out("order.csv")), {"source": PATHS}),
+            (check_same_order, dict(source=out("p.parquet"), labels=out("order.csv")), {"labels": PATHS}),
+        ],
         "estimator.EmbeddingAdapter": [
             (fit, {"candidates": ("wccn",)}, settings | {"cv": NUMBERS, "method": (None, 3, "wcn", [], object(), len)}),
             (EmbeddingAdapter("wccn", max_unseen_loss=None).fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
-            (fitted.transform, {"X": x}, {"X": MATRICES}),
+            (fitted.transform, {"X": x}, {"X": (*MATRICES, *TENSORS)}),
             (fitted.save, {"path": out("saved")}, {"path": (*PATHS, out("file"))}),
             (EmbeddingAdapter.load, {"path": out("fitted")}, {"path": PATHS}),
-            (fitted.to_onnx, {"path": out("a.onnx")}, {"path": PATHS}),
+            (fitted.to_onnx, {"path": out("a.onnx")}, {"path": (*PATHS, out("a.npy"))}),
         ],
         "selection.select_adapter": [
             (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
+            (select_adapter, data | {"candidates": ("wccn",)}, {"progress": OBJECTS[1:]}),
             (select_adapter, data | {"candidates": ("wccn",)}, {"x": MATRICES, "y": LABELS}),
         ],
         "methods.fit_adapter": [
@@ -139,6 +157,11 @@ def make_calls(folder):
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"y": LABELS}),
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"device": DEVICES}),
             (fit_adapter, data | {"config": build_method_config("wccn")}, {"statistics": OBJECTS[1:]}),
+            (
+                fit_adapter,
+                data | {"config": build_method_config("linear_supcon", epochs=1)},
+                {"on_epoch": OBJECTS[1:-1]},
+            ),
             (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
         ],
         "adapters.LinearAdapter": [(LinearAdapter, {"d": 8}, {"d": NUMBERS})],
@@ -188,11 +211,13 @@ def make_calls(folder):
                 dict(adapter=LinearAdapter(8), objective=pairwise_objective(supcon), rngs=spawn_rngs(0))
                 | data
                 | {"config": TrainConfig(epochs=1)},
-                dict.fromkeys(("adapter", "objective", "rngs", "config"), OBJECTS)
-                | {"x": MATRICES, "y": LABELS, "device": DEVICES, "checkpoint": (3, [], object(), "")},
+                dict.fromkeys(("adapter", "objective", "rngs", "config"), (*OBJECTS, torch.nn.Identity()))
+                | {"x": MATRICES, "y": LABELS, "device": DEVICES, "checkpoint": (3, [], object(), "")}
+                | {"on_epoch": OBJECTS[1:-1], "checkpoint_interval": (*NUMBERS[:-3], -1)},
             ),
+            (pairwise_objective, {"loss": supcon}, {"loss": OBJECTS[:-1]}),
             (TrainConfig, {}, dict.fromkeys(("epochs", "batch_size"), NUMBERS) | {"schedule": TEXTS}),
-            (TrainConfig, {}, dict.fromkeys(("lr", "weight_decay"), (*NUMBERS[:-3], -1))),
+            (TrainConfig, {}, {"lr": (*NUMBERS[:-3], -1, 0, 0.0), "weight_decay": (*NUMBERS[:-3], -1)}),
         ],
         "evaluation.evaluate": [
             (evaluate, dict(estimator=fitted, X=x, y=y), {"estimator": OBJECTS, "X": MATRICES, "y": LABELS}),
@@ -203,24 +228,26 @@ def make_calls(folder):
             (
                 ivf_sweep,
                 dict(xq=x, xb=x, nlist=4, nprobes=[1], k=3),
-                {"xq": MATRICES, "xb": MATRICES, "nlist": NUMBERS, "k": NUMBERS, "kmeans_seed": NUMBERS}
+                {"xq": MATRICES, "xb": MATRICES, "nlist": NUMBERS, "k": NUMBERS, "kmeans_seed": (*NUMBERS, 2**31)}
                 | {"nprobes": (None, 3, "x", ["a"], [1.5], [[1]], [0], object(), len)},
             )
         ],
         "metrics.lp_at_k": [
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": OBJECTS, "yb": LABELS, "yq": LABELS}),
+            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": wrong_pairs(*near)}),
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"k": NUMBERS, "tol": (*NUMBERS[:-3], -1)}),
         ],
         "metrics.ar_at_k": [
             (ar_at_k, dict(approx=near, exact=near), {"approx": OBJECTS, "exact": OBJECTS, "k": NUMBERS}),
+            (ar_at_k, dict(approx=near, exact=near), dict.fromkeys(("approx", "exact"), wrong_pairs(*near))),
             (ar_at_k, dict(approx=near, exact=near), {"tol": (*NUMBERS[:-3], -1)}),
         ],
         "statistics.bootstrap": [
             (
                 bootstrap,
                 dict(values=x[:, 0], classes=y, rng=np.random.default_rng(0)),
-                {"values": (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), len), "classes": LABELS}
-                | {"rng": OBJECTS, "n_boot": NUMBERS, "confidence": NUMBERS},
+                {"values": (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), len, x[:, 0] + 1j), "classes": LABELS}
+                | {"rng": OBJECTS, "n_boot": (*NUMBERS, 10**12), "confidence": NUMBERS},
             )
         ],
         "report.write_report": [
@@ -237,7 +264,11 @@ def make_calls(folder):
             (transform_rows, {}, {"column": (3, "v", [], object())}),
         ],
         "index.AdaptedIndex": [
-            (AdaptedIndex, {"adapter": matrix}, {"adapter": OBJECTS, "index": OBJECTS, "ids": OBJECTS[1:]}),
+            (
+                AdaptedIndex,
+                {"adapter": matrix},
+                {"adapter": (*OBJECTS, torch.eye(8), WCCN()), "index": OBJECTS, "ids": OBJECTS[1:]},
+            ),
             (
                 AdaptedIndex(matrix).add,
                 {"x": x[:5]},
@@ -267,8 +298,8 @@ def make_calls(folder):
                 {"version": store.versions()[0]},
                 {"version": ("nothing", 3, object()), "adapter": OBJECTS[1:]},
             ),
-            (store.activate, {"version": store.versions()[0]}, {"version": OBJECTS}),
-            (store.drop, None, {"version": OBJECTS}),
+            (store.activate, {"version": store.versions()[0]}, {"version": (*OBJECTS, matrix)}),
+            (store.drop, None, {"version": (*OBJECTS, matrix)}),
         ],
         "monitor.Monitor": [
             (
@@ -280,7 +311,8 @@ def make_calls(folder):
             (
                 Monitor,
                 dict(adapter=matrix, gallery=x, reference=monitor.reference, k=3, horizon=10),
-                {"adapter": OBJECTS, "gallery": MATRICES, "reference": OBJECTS, "batches_checked": NUMBERS},
+                {"adapter": OBJECTS, "gallery": MATRICES, "batches_checked": NUMBERS}
+                | {"reference": (*OBJECTS, {"a": x[:, 0]}, *({"displacement": v} for v in (3, "b", x, [np.nan])))},
             ),
             (monitor.check, {"batch": x[:20]}, {"batch": MATRICES}),
             (monitor.save, {"folder": out("monitor2")}, {"folder": (*PATHS, out("file"))}),

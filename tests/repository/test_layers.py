@@ -10,7 +10,7 @@ import pytest
 package = Path(__file__).resolve().parents[2] / "ega"
 
 LIBRARY = [
-    {"arrays"},
+    {"arrays", "threads"},
     {"files", "testing"},
     {"packs", "adapters", "losses", "search", "statistics"},
     {"vectors", "datasets", "sparsity", "metrics", "certificates", "config"},
@@ -33,6 +33,7 @@ LAYERS = LIBRARY + EXPERIMENTS  # an experiment may import the whole library; th
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = [
     "arrays",
+    "threads",
     "files",
     "config",
     "packs",
