@@ -605,6 +605,62 @@ def test_curve_at_strength_one_equals_the_run(packs):
     assert (zero.strength == 0).all() and all(np.array_equal(zero.hit[q], frozen.hit[q]) for q in ("seen", "unseen"))
 
 
+def path_rows(packs, method="supcon", benchmark="grocery", epochs=5, **kw):
+    config = build_config("path", benchmark, method, hidden=16, epochs=epochs)
+    return run_experiment(config, packs, device="cpu", **kw).set_index(["query_set", "gallery_kind", "epoch"])
+
+
+@pytest.mark.parametrize("method, benchmark, epochs", [("supcon", "grocery", 2), ("whitened_supcon", "cub100", 1)])
+def test_end_of_a_path_equals_the_run(packs, method, benchmark, epochs):
+    path = path_rows(packs, method, benchmark, epochs)
+    run = run_experiment(build_config("unseen", benchmark, method, hidden=16, epochs=epochs), packs, device="cpu")
+    for row in run.itertuples():
+        last = path.loc[(row.query_set, "own", epochs)]
+        assert all(np.array_equal(last[c], getattr(row, c)) for c in ("query", "hit", "neighbour", "ivf_hit", "ivf_ar"))
+        assert np.isclose(last.active_ratio, row.active_ratio_final) and np.isclose(last.loss, row.loss_history[-1])
+
+
+@pytest.mark.parametrize("benchmark", ["grocery", "cub100", "tiny200>cifar10"])
+def test_mixed_gallery_of_a_path_equals_a_search_by_hand(packs, benchmark):
+    row = path_rows(packs, "frozen", benchmark).loc[("unseen", "mixed", 0)]
+    config = build_config("path", benchmark, "frozen")
+    es, other = load_embedding_sets(config, packs)
+    split = build_split(config, es, other)
+    x = np.concatenate([es.x[split.fit], other.x[split.unseen_gallery]])
+    y = np.concatenate([es.y[split.fit], other.y[split.unseen_gallery] + 1000 * (es is not other)])
+    some = np.arange(0, len(split.unseen_queries), 7)
+    cosines = other.x[split.unseen_queries[some]] @ x.T
+    if np.array_equal(split.unseen_queries, split.unseen_gallery):
+        cosines[np.arange(len(some)), len(split.fit) + some] = -1
+    nearest = cosines.argmax(1)
+    same = y[nearest] == other.y[split.unseen_queries[some]] + 1000 * (es is not other)
+    assert row.gallery == len(x) and np.mean(np.round(row.hit[some]) == same) > 0.99  # ties are averaged
+    assert np.mean(row.captured[some] == (nearest < len(split.fit))) > 0.99
+
+
+def test_killed_path_resumes_with_the_same_rows(packs, tmp_path, monkeypatch):
+    from ega import training
+
+    whole, checkpoint = path_rows(packs), tmp_path / "run.safetensors"
+    monkeypatch.setattr(training.time, "monotonic", iter(range(0, 10**6, 100)).__next__)  # saves after every epoch
+    saved = training.save_checkpoint
+
+    def save_and_stop(*args, epoch, **kw):
+        saved(*args, epoch=epoch, **kw)
+        if epoch == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        path_rows(packs, checkpoint=checkpoint)
+    assert checkpoint.exists()
+    monkeypatch.setattr(training, "save_checkpoint", saved)
+    resumed = path_rows(packs, checkpoint=checkpoint)
+    assert not list(tmp_path.iterdir()) and resumed.index.equals(whole.index)
+    assert resumed.index.get_level_values("epoch").unique().tolist() == [0, 1, 2, 5]
+    assert all(np.array_equal(a, b) for c in ("hit", "captured") for a, b in zip(resumed[c], whole[c]))
+
+
 def test_stacked_columns_mix_similarities():
     from ega.experiments.runs import _at_strength
 
