@@ -180,6 +180,17 @@ def _squared_norms(x):
     return np.einsum("ij,ij->i", x, x)
 
 
+def _shift_towards_zero(x, *others):
+    """The arrays minus the mean of some rows of `x`, where this mean is long against the spread of the rows.
+
+    Distances stay the same. Without it the squared norms, rounded to float32, would hide them."""
+    some = np.float64(x[:: max(1, len(x) // 1000)])
+    mean = some.mean(0)
+    if mean @ mean < 0.98 * _squared_norms(some).mean():
+        return (x, *others)
+    return tuple(a - np.float32(mean) for a in (x, *others))
+
+
 def _product(a, b, buffer):
     "Products (m, w) of the rows of a (m, d) and b (w, d): by PyTorch where it is loaded, else in the `buffer`."
     if torch := sys.modules.get("torch"):
@@ -330,7 +341,8 @@ def knn(
     xb = check_embeddings(xb, "xb")
     xq = check_embeddings(xq, "xq", dim=xb.shape[1])
     k = min(check_positive_int(k, "k"), len(xb))
-    I, _ = _nearest_in_threads(_to_device(xq, device), _to_device(xb, device), k)
+    b, q = _shift_towards_zero(xb, xq)
+    I, _ = _nearest_in_threads(_to_device(q, device), _to_device(b, device), k)
     return _sort_by_distance(xq, xb, _to_array(I))
 
 # %% ../nbs/library/13_search.ipynb #left-out
@@ -437,7 +449,8 @@ def loo_knn(
     """
     x = check_embeddings(x)
     k = min(check_positive_int(k, "k"), max(1, len(x) - 1))
-    I = _nearest_others_in_threads(_to_device(x, device), k)
+    (shifted,) = _shift_towards_zero(x)
+    I = _nearest_others_in_threads(_to_device(shifted, device), k)
     return _sort_by_distance(x, x, _to_array(I))
 
 # %% ../nbs/library/13_search.ipynb #faiss

@@ -373,6 +373,15 @@ def test_same_bytes_in_another_process():
     assert run(SCRIPT) == run(SCRIPT)
 
 
+@pytest.mark.parametrize("offset, spread", [(1.0, 0.02), (100.0, 1.0), (1000.0, 0.1)])
+def test_rows_far_from_zero_are_searched_exactly(offset, spread):
+    x = np.float32(offset + spread * np.random.default_rng(0).standard_normal((300, 8)))
+    distances = np.square(np.float64(x)[:, None] - np.float64(x)).sum(2)
+    assert np.array_equal(knn(x, x, 1, device="cpu").I[:, 0], distances.argmin(1))
+    np.fill_diagonal(distances, np.inf)
+    assert np.array_equal(loo_knn(x, 1, device="cpu").I[:, 0], distances.argmin(1))
+
+
 def test_read_only_arrays_are_searched_without_a_warning_of_torch(recwarn):
     x = np.random.default_rng(0).standard_normal((300, 64), np.float32)
     expected = loo_knn(x, 3, device="cpu").I
