@@ -22,7 +22,7 @@ from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
 from ega.experiments.runs import RunConfig, build_config, run_experiment
-from ega.experiments.summary import choose_settings, format_summary, provenance, summarize
+from ega.experiments.summary import choose_settings, format_summary, path_replicates, provenance, summarize
 from ega.methods import fit_method
 from ega.metrics import cosine_std_of_negative_pairs
 from ega.packs import EmbeddingSet, path_of_pack, write_pack
@@ -636,6 +636,27 @@ def test_mixed_gallery_of_a_path_equals_a_search_by_hand(packs, benchmark):
     same = y[nearest] == other.y[split.unseen_queries[some]] + 1000 * (es is not other)
     assert row.gallery == len(x) and np.mean(np.round(row.hit[some]) == same) > 0.99  # ties are averaged
     assert np.mean(row.captured[some] == (nearest < len(split.fit))) > 0.99
+
+
+def test_replicates_of_a_path_are_paired_means_of_its_queries(packs):
+    configs = [
+        build_config("path", "grocery", m, hidden=16, epochs=2, split_seed=split)
+        for m in ("frozen", "supcon", "wccn")
+        for split in ((0, 1) if m != "wccn" else (0,))
+    ]
+    rows = pd.concat([run_experiment(c, packs, device="cpu") for c in configs], ignore_index=True)
+    replicates = path_replicates(rows, n_boot=20)
+    assert len(replicates) == 5  # LP@1 of two query sets in two galleries, and the capture rate of one
+    for (_, *searched, metric), values in replicates.items():
+        assert values.shape == (21, 4) and "wccn" not in values  # frozen, and epochs 0, 1 and 2; wccn lacks a split
+        assert np.allclose(values["frozen", 0], values["supcon", 0])  # the same draws for all columns
+        is_searched = (rows[["query_set", "gallery_kind"]] == searched).all(axis=1)
+        two = rows[is_searched & (rows.method == "supcon") & (rows.epoch == 2)]
+        queries = np.concatenate(list(two["hit" if metric == "lp_at_1" else "captured"]))
+        assert np.isclose(values["supcon", 2].iloc[0], 100 * queries.mean(dtype=float))
+        assert values["supcon", 2].iloc[1:].std() > 0
+    with pytest.raises(InputError, match="frozen is missing"):
+        path_replicates(rows[rows.method != "frozen"])
 
 
 def test_killed_path_resumes_with_the_same_rows(packs, tmp_path, monkeypatch):
