@@ -335,7 +335,7 @@ def _read_npy_header(f):
     else:
         raise ValueError(f"version {version} of the format")
     if dtype.hasobject:
-        raise ValueError("it holds Python objects: convert texts by astype(str)")
+        raise ValueError("it holds objects: convert numbers by astype('float32'), texts by astype(str)")
     if any(n < 0 for n in shape):
         raise ValueError(f"shape {shape}")
     return shape, fortran, dtype
