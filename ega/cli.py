@@ -371,17 +371,17 @@ def _embed(args):
 
 # %% ../nbs/library/30_cli.ipynb #adapted-files
 def _adapters_of(path, column):
-    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; other files than Parquet record none."
+    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; an archive records none."
     from ega.vectors import open_vectors
 
-    return open_vectors(path, column=column).adapted_by if path.endswith(".parquet") else ()
+    return open_vectors(path, column=column).adapted_by if path.endswith((".parquet", ".npy")) else ()
 
 
 def _refuse_adapted(path, column, fingerprint):
     "Raise `InputError` if a file records that its vectors were adapted by the adapter with this fingerprint."
     from ega.vectors import check_not_adapted, open_vectors
 
-    if path.endswith(".parquet"):
+    if path.endswith((".parquet", ".npy")):
         check_not_adapted(open_vectors(path, column=column), fingerprint)
 
 # %% ../nbs/library/30_cli.ipynb #read

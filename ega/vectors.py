@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arrays import InputError, as_unit_rows, has_unit_norm, out_of_range, parse_label_fields
-from .files import READ_ERRORS, check_is_file, check_path, open_npy, read_csv_columns, read_npz, short_error
+from ega.files import (
+    READ_ERRORS,
+    check_is_file,
+    check_path,
+    open_npy,
+    read_csv_columns,
+    read_npy_comment,
+    read_npz,
+    short_error,
+)
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
 if TYPE_CHECKING:
@@ -32,7 +41,10 @@ class VectorFile(NamedTuple):
     blocks: Callable[[int, int], Iterator[np.ndarray]]  # (first, size) -> blocks of at most `size` rows, unchecked
     column: str | None  # Parquet: name of the column of vectors
     pack: dict[str, Any] | None  # metadata if the file is a pack
-    adapted_by: tuple[str, ...] = ()  # fingerprints, 16 digits, of the adapters that a Parquet file records
+    adapted_by: tuple[str, ...] = ()  # fingerprints, 16 digits, of the adapters that the file records
+
+
+_ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.transform` writes it
 
 
 def _read_numbers(f, path, dtype, offset, count):
@@ -87,7 +99,8 @@ def open_npy_vectors(
         raise InputError(f"{path}: expected {expected_size} bytes, got {size}; copy or save it again")
     is_fortran = not header.flags.c_contiguous
     read_blocks = partial(_iter_npy_blocks, path, header.dtype, header.offset, header.shape, is_fortran)
-    return VectorFile(path, len(header), read_blocks, None, None)
+    adapted_by = tuple(_ADAPTED_BY.findall(read_npy_comment(path)))
+    return VectorFile(path, len(header), read_blocks, None, None, adapted_by)
 
 # %% ../nbs/library/05_vectors.ipynb #iter-tables
 def _next_batch(batches, path):
@@ -147,9 +160,6 @@ def _vector_columns(schema):
     lists = [f for f in schema if t.is_list(f.type) or t.is_large_list(f.type) or t.is_fixed_size_list(f.type)]
     floats = [f.name for f in lists if t.is_floating(f.type.value_type)]
     return floats or [f.name for f in lists if t.is_integer(f.type.value_type)]
-
-
-_ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.transform` writes it
 
 
 def _adapters_applied(schema, column, pack):
@@ -274,7 +284,7 @@ def check_not_adapted(
     vectors: VectorFile,
     fingerprint: str,  # of an adapter
 ) -> None:
-    "Raise `InputError` if a Parquet file records that its vectors were adapted by this adapter; .npy records nothing."
+    "Raise `InputError` if a file records that its vectors were adapted by this adapter, as `ega.transform` writes it."
     if fingerprint[:16] in vectors.adapted_by:
         raise InputError(
             f"{vectors.path}: expected vectors that are not adapted, but the file records that this adapter "

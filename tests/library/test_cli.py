@@ -1054,25 +1054,27 @@ def set_weights(path, seed):
     save_adapter(adapter, path)
 
 
-@pytest.mark.parametrize("source", ("x.parquet", "rows.parquet"))
+@pytest.mark.parametrize("source", ("x.parquet", "rows.parquet", "x.npy"))
 def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
-    "Parquet files and packs record the adapter; every command that would apply it again refuses, another may follow."
+    "Files of vectors and packs record the adapter; every command that would apply it again refuses, another may follow."
     for package in ("faiss", "lancedb"):
         pytest.importorskip(package)
-    labels = () if source == "rows.parquet" else ("--label-column", "n")
+    labels = {"rows.parquet": (), "x.parquet": ("--label-column", "n"), "x.npy": ("y.npy",)}[source]
+    names = [f"{name}{Path(source).suffix}" for name in ("z", "bz", "zz")]
     fit = ("--method", "wccn", "--max-unseen-loss", "none", "--quiet")
     assert call("fit", source, *labels, "-o", "a", *fit)[0] == 0
     set_weights("b.safetensors", 1)
-    assert call("transform", "a", source, "-o", "z.parquet", "--quiet")[0] == 0
-    assert call("transform", "b.safetensors", "z.parquet", "-o", "bz.parquet", "--quiet")[0] == 0
-    for z in ("z.parquet", "bz.parquet"):
+    assert call("transform", "a", source, "-o", names[0], "--quiet")[0] == 0
+    assert call("transform", "b.safetensors", names[0], "-o", names[1], "--quiet")[0] == 0
+    for z in names[:2]:
         commands = [
-            ("transform", "a", z, "-o", "zz.parquet"),
+            ("transform", "a", z, "-o", names[2]),
             ("evaluate", "a", z, *labels),
             ("report", "a", z, *labels, "-o", "r.md"),
             ("migrate", "a", "indexes", "--vectors", z),
-            ("migrate", "a", "db/new.lance", "--vectors", z),
         ]
+        if source != "x.npy":
+            commands.append(("migrate", "a", "db/new.lance", "--vectors", z))
         for command in commands:
             code, out, message = call(*command)
             assert code == 2 and f"{z}: expected vectors that are not adapted" in message and not out, (
@@ -1081,8 +1083,8 @@ def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
             )
     assert call("migrate", "a", "indexes", "--vectors", source, "--activate", "--quiet")[0] == 0
     assert call("search", "a", "indexes", source)[0] == 0
-    assert "expected vectors that are not adapted" in call("search", "a", "indexes", "z.parquet")[2]
-    assert not any(Path(name).exists() for name in ("zz.parquet", "r.md", "db"))
+    assert "expected vectors that are not adapted" in call("search", "a", "indexes", names[0])[2]
+    assert not any(Path(name).exists() for name in (names[2], "r.md", "db"))
     assert call("evaluate", "a", source, *labels)[0] == 0
 
 
