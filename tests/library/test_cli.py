@@ -1056,7 +1056,7 @@ def set_weights(path, seed):
 
 @pytest.mark.parametrize("source", ("x.parquet", "rows.parquet", "x.npy"))
 def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
-    "Files of vectors and packs record the adapter; every command that would apply it again refuses, another may follow."
+    "Files and packs record the adapter; every command that would apply it again refuses, another may follow."
     for package in ("faiss", "lancedb"):
         pytest.importorskip(package)
     labels = {"rows.parquet": (), "x.parquet": ("--label-column", "n"), "x.npy": ("y.npy",)}[source]
