@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'InputError', 'import_optional', 'check_installed', 'short_repr', 'check_positive_int',
-           'check_number', 'check_generator', 'check_embeddings', 'normalize', 'has_unit_norm', 'as_unit_rows',
-           'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields', 'match_classes',
-           'check_rows_per_class', 'check_matrix', 'check_and_normalize', 'iter_unit_rows', 'check_feature_names',
-           'check_index', 'Rngs', 'spawn_rngs', 'torch_generator', 'check_device_name', 'pick_device', 'peak_memory_mb',
-           'linear', 'defer_sigint']
+           'check_number', 'check_generator', 'out_of_range', 'check_embeddings', 'normalize', 'has_unit_norm',
+           'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields',
+           'match_classes', 'check_rows_per_class', 'check_matrix', 'check_and_normalize', 'iter_unit_rows',
+           'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator', 'check_device_name',
+           'pick_device', 'peak_memory_mb', 'linear', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -221,17 +221,27 @@ def _check_numeric(a, x, name):
     raise InputError(f"{name} must hold real numbers, got {kind}; convert it with .astype('float32')")
 
 # %% ../nbs/library/01_arrays.ipynb #a67160e8
-def _check_range(a, single, name):
-    "Raise `InputError` for rows of `a` that leave the range of float32 in `single`, the same rows in float32."
+def out_of_range(
+    a: np.ndarray,  # (n, d) float64
+    single: np.ndarray,  # (n, d) the same rows in float32
+) -> tuple[np.ndarray, str]:  # row numbers, none if all are in range; what these rows hold
+    "The rows that leave the range of float32: finite ones that become inf, or ones that are not 0 and lose all values."
     limits, largest = np.finfo(np.float32), np.abs(single).max(1)
     over, small = np.flatnonzero(np.isinf(largest)), np.flatnonzero(largest < limits.tiny)
-    over, under = over[np.isfinite(a[over]).all(1)], small[(a[small] != 0).any(1)]
-    for rows, what in ((over, f"values above {limits.max:.2g}"), (under, f"only values below {limits.tiny:.2g}")):
-        if len(rows):
-            raise InputError(
-                f"{name} has {what} in {len(rows)} of {len(a)} rows, first in row {rows[0]}: outside the range of "
-                f"float32; scale the rows first, such as with {name} / np.abs({name}).max(axis=1, keepdims=True)"
-            )
+    over = over[np.isfinite(a[over]).all(1)]
+    if len(over):
+        return over, f"values above {limits.max:.2g}"
+    return small[(a[small] != 0).any(1)], f"only values below {limits.tiny:.2g}"
+
+
+def _check_range(a, single, name):
+    "Raise `InputError` for rows of `a` that leave the range of float32 in `single`, the same rows in float32."
+    rows, what = out_of_range(a, single)
+    if len(rows):
+        raise InputError(
+            f"{name} has {what} in {len(rows)} of {len(a)} rows, first in row {rows[0]}: outside the range of "
+            f"float32; scale the rows first, such as with {name} / np.abs({name}).max(axis=1, keepdims=True)"
+        )
 
 
 def check_embeddings(
@@ -525,16 +535,18 @@ def _unlabelled_values(
     return none
 
 # %% ../nbs/library/01_arrays.ipynb #encode-labels
-def _check_blanks(classes):
-    "Raise `InputError` if two texts differ only in the blanks around them."
-    written = {}
+def _check_distinct_texts(classes):
+    "Raise `InputError` if two texts differ only in the blanks around them, or only in case."
+    written: dict[str, str] = {}
     for text in classes.tolist() if classes.dtype.kind == "U" else ():
-        other = written.setdefault(text.strip(), text)
-        if other != text:
-            raise InputError(
-                f"labels {other!r} and {text!r} differ only in the blanks around them; strip them, such as with "
-                "y.str.strip()"
-            )
+        other = written.setdefault(text.strip().casefold(), text)
+        if other == text:
+            continue
+        difference, advice = "in the blanks around them", "strip them, such as with y.str.strip()"
+        if other.strip() != text.strip():
+            difference = "in case" if other.casefold() == text.casefold() else "in case and the blanks around them"
+            advice = "write them alike, such as with y.str.strip().str.lower(), or rename one if they are two classes"
+        raise InputError(f"labels {other!r} and {text!r} differ only {difference}; {advice}")
 
 
 def _check_fractions(numbers):
@@ -584,7 +596,7 @@ def encode_labels(
     counts = dict(zip(values, np.bincount(position[position >= 0], minlength=len(values)).tolist()))
     none = _unlabelled_values(counts, unlabelled, bool((position < 0).any()))
     classes = _to_classes([value for value in values if value not in none])
-    _check_blanks(classes)
+    _check_distinct_texts(classes)
     number = {label: i for i, label in enumerate(classes.tolist())}  # 3.0 finds the key 3
     of_value = [-1 if value in none else number[value] for value in values]
     return np.array([*of_value, -1], dtype=np.int64)[position], classes

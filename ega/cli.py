@@ -8,10 +8,12 @@ __all__ = ['ADAPTER_HELP', 'MATRIX_COLUMN_HELP', 'parser', 'run_command', 'main'
 # %% ../nbs/library/30_cli.ipynb #a766db28
 import argparse
 import errno
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import ega
@@ -61,10 +63,14 @@ def _check_adapter(path):
     "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
     from ega.arrays import InputError
 
-    path = Path(path)
-    is_data = path.suffix in (".npy", ".npz", ".parquet", ".csv")
-    if is_data or not (path / "adapter.safetensors" if path.is_dir() else path).is_file():
-        raise InputError(f"{path}: no such adapter; expected the folder written by `ega fit` or a .safetensors file")
+    path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
+    if path.is_dir():
+        if not (path / "adapter.safetensors").is_file():
+            raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
+    elif not path.is_file():
+        raise InputError(f"{path}: no such adapter; {expected}")
+    elif path.suffix in (".npy", ".npz", ".parquet", ".csv"):
+        raise InputError(f"{path}: {expected}, got a file of data; the adapter comes first")
 
 
 def _check_device(device):
@@ -75,12 +81,33 @@ def _check_device(device):
         pick_device(device)
 
 
+def _is_exchanged(source, labels):
+    "Whether the file named as labels holds a matrix, and the one named as embeddings can hold labels."
+    from ega.arrays import InputError
+    from ega.files import open_npy
+    from ega.vectors import check_embeddings_file, check_labels_file
+
+    try:
+        check_labels_file(source)
+        check_embeddings_file(labels)
+        return Path(labels).suffix != ".npy" or open_npy(labels).shape[1] > 1
+    except InputError:
+        return False
+
+
 def _check_data(args):
     "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
     from ega.arrays import InputError
     from ega.vectors import check_embeddings_file, check_labels_file
 
-    check_embeddings_file(args.source, args.column)
+    try:
+        check_embeddings_file(args.source, args.column)
+    except InputError as error:
+        if args.labels is None or not _is_exchanged(args.source, args.labels):
+            raise
+        raise InputError(
+            f"{args.source}: expected embeddings, which {args.labels} holds; the embeddings come first, then the labels"
+        ) from error
     if args.labels is not None:
         if args.unlabelled and not Path(args.labels).exists():
             raise InputError(f"{args.labels}: no such file of labels; {_ONE_VALUE}")
@@ -94,7 +121,7 @@ def _check_fit(args):
     from ega.files import check_output
 
     if args.method != "auto":
-        check_method(args.method)
+        check_method(args.method, list_all=True)
     elif args.max_unseen_loss is None:
         raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
     if args.max_unseen_loss is None:
@@ -103,7 +130,9 @@ def _check_fit(args):
     _check_data(args)
     if not Path(args.out).is_file():
         _check_folder_name(args.out)
-    check_output(args.out, overwrite=args.overwrite)
+    folder = check_output(args.out, overwrite=args.overwrite)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "adapter.safetensors").is_file():
+        raise InputError(f"{folder}: this folder holds files and no adapter to replace; choose another name")
     _check_device(args.device)
 
 
@@ -342,22 +371,24 @@ def _embed(args):
 
 # %% ../nbs/library/30_cli.ipynb #adapted-files
 def _adapters_of(path, column):
-    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; other files than Parquet record none."
+    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; an archive records none."
     from ega.vectors import open_vectors
 
-    return open_vectors(path, column=column).adapted_by if path.endswith(".parquet") else ()
+    return open_vectors(path, column=column).adapted_by if path.endswith((".parquet", ".npy")) else ()
 
 
 def _refuse_adapted(path, column, fingerprint):
     "Raise `InputError` if a file records that its vectors were adapted by the adapter with this fingerprint."
     from ega.vectors import check_not_adapted, open_vectors
 
-    if path.endswith(".parquet"):
+    if path.endswith((".parquet", ".npy")):
         check_not_adapted(open_vectors(path, column=column), fingerprint)
 
 # %% ../nbs/library/30_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
+    from functools import partial
+
     from ega.arrays import InputError
     from ega.vectors import check_same_order, read_embeddings, read_labels
 
@@ -371,7 +402,15 @@ def _read_inputs(args, fitted_classes=()):
         if not is_table:
             raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
     is_text = any(isinstance(name, str) for name in fitted_classes)
-    y = read_labels(args.labels or args.source, args.label_column, len(x), unlabelled=args.unlabelled, as_texts=is_text)
+    read = partial(
+        read_labels, args.labels or args.source, args.label_column, unlabelled=args.unlabelled, as_texts=is_text
+    )
+    if x.shape[1] > len(x) and args.labels and len(read()) == x.shape[1]:
+        raise InputError(
+            f"{args.source}: expected one row per label, got shape {x.shape} and {x.shape[1]} labels, as many as there "
+            "are columns; save the transposed matrix, x.T"
+        )
+    y = read(len(x))
     if args.labels and args.label_column != "id":
         check_same_order(args.source, args.labels)
     return x, y
@@ -392,10 +431,16 @@ def _show_progress(args):
     return not args.quiet and sys.stderr.isatty()
 
 
-def _fit(args):
-    "Select and fit an adapter, and save it."
+def _wrap(text, **options):
+    "Break a text into lines of the width of the terminal, at most 80 columns."
+    import shutil
     import textwrap
 
+    return textwrap.fill(text, max(20, min(80, shutil.get_terminal_size().columns)), break_on_hyphens=False, **options)
+
+
+def _fit(args):
+    "Select and fit an adapter, and save it."
     from ega.arrays import check_rows_per_class, defer_sigint, encode_labels
 
     if _show_progress(args):
@@ -437,27 +482,23 @@ def _fit(args):
     if len(selection.table):
         print(f"\n{_format_candidates(selection.table)}\n\n{_describe_check(selection)}\n")
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
-    print(textwrap.fill(f"{selection.method}{strength}: {selection.reason}", 80))
+    print(_wrap(f"{selection.method}{strength}: {selection.reason}"))
     print(args.out)
 
 # %% ../nbs/library/30_cli.ipynb #candidates
 def _describe_check(selection):
     "Say which numbers decide whether a candidate passes the safety check."
-    import textwrap
-
     text = (
         "Brackets are two-sided 95 % intervals. The check uses one-sided lower bounds at confidence "
         f"{selection.confidence:g}: by them held-out classes must lose at most max_unseen_loss="
         f"{selection.max_unseen_loss:g} points, and the gain, the mean of both changes weighted by --unseen-share, "
         "must be above 0."
     )
-    return textwrap.fill(text, 80)
+    return _wrap(text)
 
 
 def _format_candidates(table):
     "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
-    import textwrap
-
     import pandas as pd
 
     def interval(part):
@@ -474,8 +515,7 @@ def _format_candidates(table):
     }
     lines = [pd.DataFrame(columns).to_string(index=False), ""]
     for row in table[table.safety_check == "fail"].itertuples():
-        text = f"{row.method} at {row.strength:g} fails: {row.reason}"
-        lines.append(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+        lines.append(_wrap(f"{row.method} at {row.strength:g} fails: {row.reason}", subsequent_indent="  "))
     return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/30_cli.ipynb #fit-locked
@@ -504,17 +544,17 @@ def _describe_classes(y, unlabelled, fitted):
     if not unknown:
         return f"{text}, and no others."
     some = ", ".join(str(name)[:30] for name in unknown[:5]) + (", ..." if len(unknown) > 5 else ".")
-    return f"{text}; {len(unknown):,} others are unknown to it and count as unseen: {some}"
+    others = f"{len(unknown):,} others are unknown to it and count"
+    if len(unknown) == 1:
+        others = "1 other is unknown to it and counts"
+    return f"{text}; {others} as unseen: {some}"
 
 
 def _sentences(table, classes):
     "What the table of `ega.evaluate` says, which classes there are, and what limits it."
-    import textwrap
-
     from ega.evaluation import caveats, summary_sentence
 
-    texts = (summary_sentence(table), classes, *caveats(table))
-    return "\n".join(textwrap.fill(text, 80, break_on_hyphens=False) for text in texts)
+    return "\n".join(map(_wrap, (summary_sentence(table), classes, *caveats(table))))
 
 
 def _records(table):
@@ -1154,7 +1194,8 @@ def _check_not_empty(args):
     for action in args.parser._actions:
         if getattr(args, action.dest, None) == "" and action.const != "":
             name = (action.option_strings or [action.metavar or action.dest])[-1]
-            raise InputError(f"{name} is empty; expected a value: give one, or leave the argument out")
+            advice = "give a value" if action.required else "expected a value: give one, or leave the argument out"
+            raise InputError(f"{name} is empty; {advice}")
 
 
 def _run_parsed(args, complain):
@@ -1197,10 +1238,12 @@ def run_command(
 
     exit_code = 0
     try:
+        shown = io.StringIO()
         try:
-            args, rest = top.parse_known_args(argv)
+            with redirect_stdout(shown):  # argparse ignores an output that cannot be written
+                args, rest = top.parse_known_args(argv)
         except SystemExit:
-            sys.stdout.flush()  # the help
+            print(shown.getvalue(), end="", flush=True)  # the help
             raise
         if rest := _fill_positionals(args, rest):
             hint = f"; {_ONE_VALUE}" if getattr(args, "unlabelled", None) else ""

@@ -300,6 +300,10 @@ def shrunk_inverse_power(
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows
+    if empty and power > 0 and w.max() <= 1e-12:  # the squared rounding of float32 rows of norm 1
+        raise InputError(
+            "the within-class covariance is zero, because all rows of each class are equal; give rows that differ"
+        )
     if empty and power > 0:
         raise InputError(
             f"the within-class covariance is zero in {empty} of {len(w)} directions; "

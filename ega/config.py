@@ -319,6 +319,8 @@ DEFAULT_EPOCHS = 24  # of a method that a user names; experiments state theirs
 
 def check_method(
     method: Any,  # value to check
+    *,
+    list_all: bool = False,  # name all methods instead of the dictionary that holds them
 ) -> str:
     "Return a name that `METHODS` has, or raise `InputError`, which suggests similar and recommended names."
     if isinstance(method, str) and isinstance(METHODS.get(method), MethodPreset):
@@ -327,9 +329,12 @@ def check_method(
     similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.5)
     similar.sort(key=lambda name: name not in RECOMMENDED_METHODS)
     names = dict.fromkeys([*similar, "affine_nca", "wccn", "lda"])
+    expected, all_names = "a key of ega.config.METHODS", ""
+    if list_all:
+        expected, all_names = "auto or the name of a method", f"; all names: {', '.join(others)}"
     raise InputError(
-        f"method must be a key of ega.config.METHODS, such as {', '.join(names)}; got {short_repr(method)} (a loss "
-        "or a method of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig)))"
+        f"method must be {expected}, such as {', '.join(names)}; got {short_repr(method)} (a loss "
+        f"or a method of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig))){all_names}"
     )
 
 

@@ -63,6 +63,7 @@ class LabelHits(NamedTuple):
 
     hit: np.ndarray  # (nq,) float64: LP@1 of each query, averaged over neighbours tied at the smallest distance
     neighbour: np.ndarray  # (nq,) int64: row number of the nearest neighbour, the first of tied ones; -1: none exists
+    is_copy: np.ndarray  # (nq,) bool: whether the nearest neighbour is an exact copy of the query
 
 
 def label_hits(
@@ -72,13 +73,14 @@ def label_hits(
     gallery: np.ndarray,  # (nb,) row numbers of x, each at most once
     *,
     device: str | None = None,  # None: CUDA when there is one
-) -> LabelHits:  # hit, neighbour
+) -> LabelHits:  # hit, neighbour, is_copy
     "LP@1 and nearest neighbour of some rows, searched among other rows."
-    y, gallery = np.asarray(y), np.asarray(gallery)
+    y, queries, gallery = np.asarray(y), np.asarray(queries), np.asarray(gallery)
     found = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, device=device)
     position = found.I[:, 0]
     neighbour = np.where(position < 0, -1, gallery[position])
-    return LabelHits(lp_at_k(found, y[gallery], y[queries]), neighbour)
+    is_copy = (position >= 0) & (x[neighbour] == x[queries]).all(1)
+    return LabelHits(lp_at_k(found, y[gallery], y[queries]), neighbour, is_copy)
 
 
 def rows_with_classmate(
@@ -195,7 +197,8 @@ def tabulate_changes(
             for name, hits in (("frozen", before), ("adapted", after))
         }
         line = {"group": search.group, "gallery": search.gallery_name, "n_rows": search.n_rows}
-        table.append(line | change._asdict() | capture)
+        counts = {"n_copies": int(before.is_copy.sum()), "n_gallery_classes": len(np.unique(y[search.gallery]))}
+        table.append(line | change._asdict() | capture | counts)
     return pd.DataFrame(table)
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-embeddings-code
@@ -282,6 +285,17 @@ def caveats(
             "There is no query of an unseen class, so nothing is said about unseen classes. Leave classes out of the "
             "fit and evaluate with them."
         )
+    copied = table[table.n_copies > 0].drop_duplicates("group")
+    if len(copied):
+        counts = [f"{line.n_copies:,} of {line.n_queries:,} {line.group}" for line in copied.itertuples()]
+        notes.append(
+            f"Repeated rows: the nearest neighbour of {', '.join(counts)} queries is an exact copy of the query, so "
+            "LP@1 says little about new rows. Keep one of the copies."
+        )
+    for line in table[table.n_gallery_classes == 1].drop_duplicates("gallery").itertuples():
+        notes.append(
+            f"The {line.gallery} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings."
+        )
     drawn = table[table.n_queries < table.n_rows].drop_duplicates("group")
     if len(drawn):
         counts = [f"{line.n_queries:,} of {line.n_rows:,} {line.group}" for line in drawn.itertuples()]
@@ -365,7 +379,8 @@ def evaluate(
         classes. `n_rows` can be queries, and `n_queries` of them were: all, where the numbers are equal. In points:
         LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen queries in
         the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries whose nearest
-        neighbour belongs to a seen class (else NaN).
+        neighbour belongs to a seen class (else NaN). `n_copies` queries have an exact copy of themselves as nearest
+        neighbour in the frozen embeddings, and the gallery has rows of `n_gallery_classes`.
 
     Raises
     ------

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'check_path', 'file_lock', 'atomic_write',
            'check_output', 'file_hash', 'hash_arrays', 'short_error', 'check_decompressed_size', 'check_is_file',
-           'read_json', 'read_csv_columns', 'open_npy', 'read_npz']
+           'read_json', 'read_csv_columns', 'read_npy_comment', 'open_npy', 'read_npz']
 
 # %% ../nbs/library/03_files.ipynb #exported-imports
 import csv
@@ -335,10 +335,20 @@ def _read_npy_header(f):
     else:
         raise ValueError(f"version {version} of the format")
     if dtype.hasobject:
-        raise ValueError("it holds Python objects: convert texts by astype(str)")
+        raise ValueError("it holds objects: convert numbers by astype('float32'), texts by astype(str)")
     if any(n < 0 for n in shape):
         raise ValueError(f"shape {shape}")
     return shape, fortran, dtype
+
+
+def read_npy_comment(
+    path: Path | str,  # .npy file of numbers that `open_npy` can read
+) -> str:  # the empty text if there is none
+    "The comment behind the dictionary in the header of a NumPy file, such as `ega.transform` writes it."
+    with open(path, "rb") as f:
+        length = 2 if np.lib.format.read_magic(f) == (1, 0) else 4
+        header = f.read(int.from_bytes(f.read(length), "little"))
+    return header.decode("latin1").partition("}")[2].strip(", #\n")
 
 
 def open_npy(

@@ -858,11 +858,35 @@ def _source_ids(source: Path, rows: VectorFile, ids):
     return _check_ids(ids, rows.n, np.empty(0, np.int64))
 
 
+def _check_lists(index, n_rows):
+    "Raise `InputError` for an empty index, to be trained, that has more lists than there are rows to train it."
+    import_faiss()
+    from faiss import try_extract_index_ivf
+
+    n_train = len(range(0, n_rows, math.ceil(n_rows / MAX_TRAIN_ROWS)))
+    ivf = try_extract_index_ivf(index)
+    if ivf is not None and ivf.nlist > n_train:
+        raise InputError(
+            f"index_factory must have at most as many lists as there are rows to train it, {n_train:,}, got "
+            f"{ivf.nlist:,}; choose fewer lists"
+        )
+
+
+def _remove_version(folder, name):
+    "Remove what an unfinished version wrote, and folders that are empty then."
+    for path in (*folder.glob(f"{name}.rows*"), folder / name / "made_from.json"):
+        path.unlink(missing_ok=True)
+    for path in (folder / name, folder):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
 def _build_version(folder, m, source, index_factory, ids, column, batch_size, progress):
     "Adapt a file of raw embeddings and build a version from it; what is finished is not computed again."
     name = m.fingerprint[:16]
     rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
     check_not_adapted(rows, m.fingerprint)
+    _check_lists(index.index, rows.n)
     ids = _source_ids(source, rows, ids)
     call = json.dumps([*file_stat_key(source), rows.column])
     call_hash = hash_arrays(np.frombuffer(call.encode(), np.uint8))[:8]  # another call does not reuse these rows
@@ -875,7 +899,11 @@ def _build_version(folder, m, source, index_factory, ids, column, batch_size, pr
             transform_file(_file_adapter(m), source, adapted, column=column, progress=progress)
         with atomic_write(folder / name / "made_from.json") as temporary:
             temporary.write_text(json.dumps(made_from))
-        _add_file(index, open_vectors(adapted, m.input_dim, rows.column), ids, batch_size).save(folder / name)
+        try:
+            _add_file(index, open_vectors(adapted, m.input_dim, rows.column), ids, batch_size).save(folder / name)
+        except InputError:  # such as of the training: the same call would fail again
+            _remove_version(folder, name)
+            raise
     for path in folder.glob(f"{name}.rows*"):
         path.unlink()
     return name

@@ -33,7 +33,7 @@ from ega.arrays import (
     import_optional,
     pick_device,
 )
-from .files import READ_ERRORS, check_path, file_lock, read_json, short_error
+from .files import READ_ERRORS, check_path, file_lock, read_json, read_npy_comment, short_error
 from .packs import dequantize, open_parquet, quantize
 from .threads import limit_threads, usable_cores
 from .vectors import check_not_adapted, iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
@@ -192,11 +192,19 @@ def _transform_batch(
         return adapter(x).float().cpu().numpy()
 
 
-def _npy_header(n, d, dtype):
-    "The bytes before the first row of a .npy file."
+def _adapter_note(adapter, provenance):
+    "What a file records about the adapter that was applied to it; `open_vectors` reads it."
+    name, settings = f"{type(adapter).__name__}({adapter.d})", provenance["settings"]
+    return f"adapted by {name}, weights {provenance['adapter'][:16]}, computed in {settings['precision']}"
+
+
+def _npy_header(n, d, dtype, comment):
+    "The bytes before the first row of a .npy file; NumPy reads a Python literal, behind which a comment may stand."
     f = io.BytesIO()
     np.lib.format.write_array_header_1_0(f, {"descr": dtype.str, "fortran_order": False, "shape": (n, d)})
-    return f.getvalue()
+    literal = f"{f.getvalue()[10:].decode('latin1').rstrip()} # {comment}".encode("latin1", "replace")
+    literal += b" " * (-(10 + len(literal) + 1) % 64) + b"\n"
+    return f.getvalue()[:8] + len(literal).to_bytes(2, "little") + literal
 
 
 def _truncate_part(f, header, n_bytes):
@@ -230,7 +238,12 @@ def _compute_rows(
     transform_batch = partial(_transform_batch, adapter, device, options.precision)
 
     with defer_sigint() as check_interrupt, open(part, "r+b") as f, _thread_pool(threads) as pool:
-        _truncate_part(f, _npy_header(vectors.n, d, dtype), done * d * dtype.itemsize)
+        notes = [
+            read_npy_comment(vectors.path) if vectors.path.suffix == ".npy" else "",
+            _adapter_note(adapter, provenance),
+        ]
+        header = _npy_header(vectors.n, d, dtype, "; ".join(filter(None, notes)))
+        _truncate_part(f, header, done * d * dtype.itemsize)
 
         def start_compute(x):
             batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
@@ -322,8 +335,7 @@ def _target_schema(
     item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
     kind, of_column = pa.list_(item, adapter.d), dict(old.field(i).metadata or {})
     metadata = {k: v for k, v in (old.metadata or {}).items() if k not in (b"ega", b"ARROW:schema")}
-    name = f"{type(adapter).__name__}({adapter.d})"
-    note = f"adapted by {name}, weights {provenance['adapter'][:16]}, computed in {options.precision}"
+    note = _adapter_note(adapter, provenance)
     if vectors.pack:
         pack = _pack_metadata(vectors, adapter.d, part, options.dtype, note)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
@@ -627,7 +639,7 @@ def transform_file(
     ------
     InputError
         If an argument is not allowed, a file cannot be read, a row is not finite or has norm 0 (the message has its
-        number), the target exists, an unfinished target was started with other inputs, or a Parquet source records
+        number), the target exists, an unfinished target was started with other inputs, or the source records
         that this adapter was applied to it already.
     OSError
         If writing fails. The rows written so far are kept.
@@ -641,7 +653,8 @@ def transform_file(
     -----
     Memory is a few times `BLOCK_BYTES`, whatever n is. The rows have the bits of `ega.adapters.transform` in batches
     of the same size, on a CPU for any number of threads. Columns other than the vectors are copied. A Parquet target
-    records the adapter: a pack in its notes, another file in the metadata of the column. A .npy file cannot record it.
+    records the adapter: a pack in its notes, another file in the metadata of the column. A .npy file records it in a
+    comment behind the dictionary of its header, which NumPy reads over.
 
     Examples
     --------

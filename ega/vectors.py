@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, has_unit_norm, parse_label_fields
-from .files import READ_ERRORS, check_is_file, check_path, open_npy, read_csv_columns, read_npz, short_error
+from .arrays import InputError, as_unit_rows, has_unit_norm, out_of_range, parse_label_fields
+from ega.files import (
+    READ_ERRORS,
+    check_is_file,
+    check_path,
+    open_npy,
+    read_csv_columns,
+    read_npy_comment,
+    read_npz,
+    short_error,
+)
 from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
 
 if TYPE_CHECKING:
@@ -32,7 +41,10 @@ class VectorFile(NamedTuple):
     blocks: Callable[[int, int], Iterator[np.ndarray]]  # (first, size) -> blocks of at most `size` rows, unchecked
     column: str | None  # Parquet: name of the column of vectors
     pack: dict[str, Any] | None  # metadata if the file is a pack
-    adapted_by: tuple[str, ...] = ()  # fingerprints, 16 digits, of the adapters that a Parquet file records
+    adapted_by: tuple[str, ...] = ()  # fingerprints, 16 digits, of the adapters that the file records
+
+
+_ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.transform` writes it
 
 
 def _read_numbers(f, path, dtype, offset, count):
@@ -87,7 +99,8 @@ def open_npy_vectors(
         raise InputError(f"{path}: expected {expected_size} bytes, got {size}; copy or save it again")
     is_fortran = not header.flags.c_contiguous
     read_blocks = partial(_iter_npy_blocks, path, header.dtype, header.offset, header.shape, is_fortran)
-    return VectorFile(path, len(header), read_blocks, None, None)
+    adapted_by = tuple(_ADAPTED_BY.findall(read_npy_comment(path)))
+    return VectorFile(path, len(header), read_blocks, None, None, adapted_by)
 
 # %% ../nbs/library/05_vectors.ipynb #iter-tables
 def _next_batch(batches, path):
@@ -149,9 +162,6 @@ def _vector_columns(schema):
     return floats or [f.name for f in lists if t.is_integer(f.type.value_type)]
 
 
-_ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.transform` writes it
-
-
 def _adapters_applied(schema, column, pack):
     "The adapters recorded in the notes of a pack, or in the metadata of a column of another Parquet file."
     recorded = (schema.field(column).metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
@@ -192,6 +202,7 @@ def _column_to_matrix(
     column,  # its name
     first,  # number of the first row in the file, for messages
     dim,  # required length of a vector
+    reason,  # why it is required, for messages
     path,  # for messages
 ):  # (n, dim) array
     "Convert a column of lists to a matrix, or raise `InputError`."
@@ -209,15 +220,15 @@ def _column_to_matrix(
     if len(wrong):
         raise InputError(
             f"{path}: row {first + wrong[0]} of column {column!r} has {lengths[wrong[0]]} numbers, expected {dim}, "
-            "as the adapter has; use vectors from the same encoder"
+            f"{reason}; use vectors from the same encoder"
         )
     return a.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
 
 
-def _iter_parquet_blocks(path, column, pack, dim, first, size):
+def _iter_parquet_blocks(path, column, pack, dim, reason, first, size):
     "Yield blocks of rows of a Parquet file; those of a pack are decoded."
     for table in iter_tables(path, [column, "scale"] if pack else [column], first, size):
-        x = _column_to_matrix(table, column, first, dim, path)
+        x = _column_to_matrix(table, column, first, dim, reason, path)
         yield dequantize(x, table["scale"].to_numpy()) if pack else x
         first += len(table)
 
@@ -234,7 +245,7 @@ def _conversion(path):
     if path.suffix in (".npz", ".safetensors"):
         return "save its matrix with np.save"
     if path.suffix.lower() in (".csv", ".tsv", ".txt"):
-        return f"convert it: np.save('x.npy', pd.read_csv({path.name!r}).to_numpy('float32'))"
+        return f"convert it: np.save('embeddings.npy', pd.read_csv({path.name!r}).to_numpy('float32'))"
     return "save its matrix with np.save, or rename the file if only its ending is another"
 
 
@@ -256,14 +267,15 @@ def open_vectors(
     if not f.metadata.num_rows:
         raise InputError(f"{path}: expected at least one row, got none; leave the file out")
     name, pack = _find_vector_column(path, f.schema_arrow, column)
+    reason = "as the adapter has"
     if dim is None:
-        dim = pack["dim"] if pack else _first_length(path, name)
+        dim, reason = (pack["dim"], "as the pack states") if pack else (_first_length(path, name), "as row 0 has")
     if type(dim) is not int or dim < 1:
         raise InputError(
             f"{path}: expected vectors of at least one number in column {name!r}, got length {str(dim)[:40]!r}; "
             "write the file again"
         )
-    read_blocks = partial(_iter_parquet_blocks, path, name, pack, dim)
+    read_blocks = partial(_iter_parquet_blocks, path, name, pack, dim, reason)
     adapted_by = _adapters_applied(f.schema_arrow, name, pack)
     return VectorFile(path, f.metadata.num_rows, read_blocks, name, pack, adapted_by)
 
@@ -272,7 +284,7 @@ def check_not_adapted(
     vectors: VectorFile,
     fingerprint: str,  # of an adapter
 ) -> None:
-    "Raise `InputError` if a Parquet file records that its vectors were adapted by this adapter; .npy records nothing."
+    "Raise `InputError` if a file records that its vectors were adapted by this adapter, as `ega.transform` writes it."
     if fingerprint[:16] in vectors.adapted_by:
         raise InputError(
             f"{vectors.path}: expected vectors that are not adapted, but the file records that this adapter "
@@ -286,10 +298,17 @@ def _rows_of_file_to_unit(
     path,  # for messages
 ):  # (m, d) float32 unit rows
     "Convert a block to float32 unit rows, or raise `InputError` with the number of the row in the file."
+    given = x
     with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf, which is reported below
         x = np.ascontiguousarray(x, np.float32)
     if has_unit_norm(x).all():  # the usual case takes one pass
         return x
+    rows, what = out_of_range(given, x) if given.dtype == np.float64 else ((), "")
+    if len(rows):
+        raise InputError(
+            f"{path}: row {first + rows[0]} has {what}: outside the range of float32; scale the rows first, such as "
+            "with x / np.abs(x).max(axis=1, keepdims=True)"
+        )
     bad = np.flatnonzero(~np.isfinite(x).all(1))
     if len(bad):
         raise InputError(f"{path}: row {first + bad[0]} has NaN or inf; drop or repair it")
@@ -403,9 +422,12 @@ def _read_csv_labels(path, column, n, unlabelled, as_texts):
         while len(fields) > n and not fields[-1]:
             fields.pop()
     if n is not None and len(fields) != n:
+        advice = "give the labels of the same rows"
+        if len(fields) == n - 1:
+            advice = "the first line of the file must be the header"
         raise InputError(
             f"{path}: expected one label per row: {n} rows, got {len(fields)} labels below the header {name!r}; "
-            "the first line of the file must be the header"
+            f"{advice}"
         )
     return parse_label_fields(fields, unlabelled, as_texts=as_texts)
 
@@ -525,16 +547,23 @@ def check_same_order(source: Path | str, labels: Path | str) -> None:
         return
     numbers = [str(i) for i in range(len(ids))]
     is_pack = source.suffix == ".parquet" and _pack_metadata(source, open_parquet(source).schema_arrow)
-    if expected is None or is_pack and expected == numbers:  # a pack that was written without ids has the row numbers
+    has_ids = expected is not None and not (is_pack and expected == numbers)  # without ids a pack has the row numbers
+    if not has_ids:
         expected = numbers if sorted(ids) == sorted(numbers) else ids
-    if ids != expected and sorted(ids) != sorted(expected):
+    if ids == expected:
+        return
+    if sorted(ids) != sorted(expected):
         row = next(i for i, (id_, other) in enumerate(zip(ids, expected)) if id_ != other)
         raise InputError(
             f"{labels}: expected the ids of {source}, but in row {row} the column 'id' holds {ids[row]!r} and not "
             f"{expected[row]!r}; give the labels of the same rows, or rename the column if it means something else"
         )
-    if ids != expected:
+    if has_ids:
         raise InputError(
             f"{labels}: expected the rows in the order of {source}, but its column 'id' holds the same ids in another "
             "order; sort one file by the ids of the other, because labels are joined by position"
         )
+    raise InputError(
+        f"{labels}: {source} has no ids, so its row numbers count, and the column 'id' holds them in another order; "
+        "sort the labels by this column, or, if they are in the order of the embeddings already, drop or rename it"
+    )

@@ -594,7 +594,8 @@ def journal(folder):
         adapter, [folder / "x.npy"], N, transform.TransformOptions(None, 8, "float32", "float32", 1, "cpu")
     )
     transform._write_progress(folder / "z.npy.part.json", owner, 8)
-    (folder / "z.npy.part").write_bytes(transform._npy_header(N, D, np.dtype("f4")) + bytes(8 * D * 4))
+    header = transform._npy_header(N, D, np.dtype("f4"), transform._adapter_note(adapter, owner))
+    (folder / "z.npy.part").write_bytes(header + bytes(8 * D * 4))
     return ["z.npy.part.json"]
 
 

@@ -1,6 +1,7 @@
 "Validation of arrays and labels, random generators, devices, deferred Ctrl-C and the example point sets."
 
 import doctest
+import re
 import shlex
 import signal
 import threading
@@ -467,9 +468,17 @@ def test_docstring_examples():
     assert result.attempted and not result.failed
 
 
-def test_texts_that_differ_only_in_blanks_around_them_are_refused():
-    with pytest.raises(InputError, match="'alarm' and 'alarm ' differ only in the blanks"):
-        encode_labels(["alarm", "alarm ", "timer"])
+@pytest.mark.parametrize(
+    "labels, words",
+    [
+        (["alarm", "alarm ", "timer"], "'alarm' and 'alarm ' differ only in the blanks around them; strip them"),
+        (["Alarm", "timer", "alarm"], "'Alarm' and 'alarm' differ only in case; write them alike, such as with y.str."),
+        (["Alarm", "timer", "alarm "], "'Alarm' and 'alarm ' differ only in case and the blanks around them; write"),
+    ],
+)
+def test_texts_that_differ_only_in_blanks_around_them_or_in_case_are_refused(labels, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        encode_labels(labels)
     assert encode_labels(["alarm", "alarms", "a larm"])[1].tolist() == ["a larm", "alarm", "alarms"]
 
 

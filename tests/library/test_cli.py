@@ -576,6 +576,14 @@ def write_wrong_labels(x, y):
     Path("twice.csv").write_text("label,label\n" + "".join(f"{label},{label}\n" for label in y))
     pq.write_table(pa.table([pa.array(y), pa.array(y)], names=["label", "label"]), "twice.parquet")
     pq.write_table(pa.table([pa.array(list(x)), pa.array(list(x))], names=["v", "v"]), "same.parquet")
+    np.save("column.npy", y[:, None])
+    lengths = np.where(np.arange(120) == 7, 5, 8)
+    pd.DataFrame({"v": [row[:length] for row, length in zip(x, lengths)]}).to_parquet("ragged.parquet")
+    pd.DataFrame({"label": [*y, 1, 1]}).to_csv("more.csv", index=False)
+    pd.DataFrame({"label": y}).to_csv("headless.csv", index=False, header=False)
+    np.save("transposed.npy", x.T)
+    pd.DataFrame({"id": np.arange(120)[::-1], "label": y}).to_csv("shuffled.csv", index=False)
+    np.save("cases.npy", np.where(np.arange(120) % 2, "alarm", "Alarm"))
     Path("fitted").mkdir()
     save_adapter(LinearAdapter(8), "fitted/adapter.safetensors")
 
@@ -601,10 +609,21 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.npy -o x.npy/out": "x.npy is a file; choose another folder",
     "fit x.npy y.npy -o out.safetensors": "out.safetensors: expected the name of a folder",
     "fit x.npy y.npy -o out.npy": "out.npy: expected the name of a folder",
-    "fit x.npy y.npy -o =": "--out is empty; expected a value",
-    "fit = y.npy -o out": "source is empty; expected a value",
+    "fit x.npy y.npy -o =": "--out is empty; give a value",
+    "fit x.npy y.npy -o there --overwrite": "there: this folder holds files and no adapter to replace; choose another",
+    "fit = y.npy -o out": "source is empty; give a value",
     "fit x.npy y.csv --label-column = -o out": "--label-column is empty; expected a value",
-    "fit y.npy x.npy -o out": "y.npy: expected rows of shape (n, d), got (120,); name the file of embeddings; one",
+    "fit y.npy x.npy -o out": "y.npy: expected embeddings, which x.npy holds; the embeddings come first, then the",
+    "fit y.csv x.npy -o out": "y.csv: expected embeddings, which x.npy holds; the embeddings come first, then the",
+    "fit y.npy y.npy -o out": "y.npy: expected rows of shape (n, d), got (120,); name the file of embeddings; one",
+    "fit cube.npy column.npy -o out": "got (120, 4, 2); flatten all axes but the first",
+    "fit objects.npy y.npy -o out": "it holds objects: convert numbers by astype('float32'), texts by astype(str)",
+    "fit ragged.parquet y.npy -o out": "row 7 of column 'v' has 5 numbers, expected 8, as row 0 has; use vectors from",
+    "fit x.npy more.csv -o out": "120 rows, got 122 labels below the header 'label'; give the labels of the same rows",
+    "fit x.npy headless.csv -o out": "got 119 labels below the header '0'; the first line of the file must be",
+    "fit transposed.npy y.npy -o out": "got shape (8, 120) and 120 labels, as many as there are columns; save the",
+    "fit x.npy shuffled.csv -o out": "x.npy has no ids, so its row numbers count, and the column 'id' holds them in",
+    "fit x.npy cases.npy -o out": "labels 'Alarm' and 'alarm' differ only in case; write them alike",
     "fit cube.npy y.npy -o out": "got (120, 4, 2); flatten all axes but the first",
     "fit /dev/null y.npy -o out": "/dev/null: not a regular file; expected embeddings",
     "fit x.npy /dev/null -o out": "/dev/null: not a regular file; expected labels",
@@ -614,6 +633,7 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit ids.parquet other.ids.csv -o out": "but in row 0 the column 'id' holds '1000' and not '0'; give the labels of",
     "fit x.npy y.npy -o out --method witened_nca": "such as whitened_nca",
     "fit x.npy y.npy -o out --method ?": "such as affine_nca, wccn, lda; got '?'",
+    "fit x.npy y.npy -o out --method wcnn": "method must be auto or the name of a method, such as wccn",
     "fit x.npy y.npy -o out --method nope": "such as affine_nca, wccn, lda; got 'nope'",
     "fit x.npy y.npy -o out --method whitening": "such as whitened_nca, discriminant_whitening, whitened_supcon",
     "fit x.npy y.npy -o out --device tpu": "device must be such as cpu, cuda or cuda:1, got 'tpu'",
@@ -632,9 +652,9 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.npy -o out --method mine": "of your own is fitted in Python only: EmbeddingAdapter((name,",
     "fit there y.npy -o out": "there: this is a folder; expected embeddings in .npy",
     "fit x.npy there -o out": "there: this is a folder; expected labels in .npy, .csv or .parquet",
-    "fit y.csv y.npy -o out": "got '.csv'; convert it: np.save('x.npy', pd.read_csv('y.csv').to_numpy('float32'))",
-    "fit text.npy x.npy -o out": "expected embeddings, which are real numbers, got dtype <U1; name the file of emb",
-    "fit x.npy objects.npy -o out": "it holds Python objects: convert texts by astype(str)",
+    "fit y.csv y.npy -o out": "convert it: np.save('embeddings.npy', pd.read_csv('y.csv').to_numpy('float32'))",
+    "fit text.npy y.npy -o out": "expected embeddings, which are real numbers, got dtype <U1; name the file of emb",
+    "fit x.npy objects.npy -o out": "it holds objects: convert numbers by astype('float32'), texts by astype(str)",
     "fit x.npy none.npy -o out": "expected labels, but none of the 120 rows has one",
     "fit x.npy spaced.csv -o out": "expected a column 'label', the header has ' label'; remove blanks around names",
     "fit x.npy twice.csv -o out": "several columns are named 'label': rename all but one",
@@ -648,7 +668,7 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.txt -o out": "got '.txt'; rename it to .csv if its first line is a header such as label, else write",
     "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
     "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
-    "evaluate x.npy y.npy": "x.npy: no such adapter; expected the folder",
+    "evaluate x.npy y.npy": "or a .safetensors file, got a file of data; the adapter comes first",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; convert it: np.save",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
     "migrate a.safetensors /dev/null --vectors x.npy": "/dev/null: this is a file; expected a LanceDB table",
@@ -667,7 +687,7 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.npy -o out --seed -1": "value must be an integer >= 0, got -1",
     "evaluate none x.npy y.npy": "none: no such adapter; expected the folder written by `ega fit`",
     "evaluate a.safetensors missing.npy y.npy": "missing.npy: no such file",
-    "evaluate there x.npy y.npy": "there: no such adapter",
+    "evaluate there x.npy y.npy": "but this folder lacks adapter.safetensors; copy the whole folder",
     "report a.safetensors x.npy y.npy -o r.pdf": "r.pdf: expected a file ending in .html or .md, got '.pdf'",
     "report a.safetensors x.npy y.npy -o taken.html": "taken.html exists already",
     "report a.safetensors x.npy y.npy -o there": "there is a folder, expected a file ending in .html or .md",
@@ -938,10 +958,20 @@ def test_labels_whose_ids_are_in_another_order_are_refused(source, data, call):
     for name, write in (("y.csv", pd.DataFrame.to_csv), ("y.parquet", pd.DataFrame.to_parquet)):
         write(table[::-1], name, index=False)
         code, _, err = call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet")
-        assert code == 2 and "same ids in another order" in err and not Path("out").exists()
+        words = "same ids in another order" if source == "v.parquet" else "drop or rename it"
+        assert code == 2 and words in err and not Path("out").exists()
         write(table, name, index=False)
         assert call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet", "--overwrite")[0] == 0
         shutil.rmtree("out")
+
+
+@pytest.mark.parametrize("args", ["--version", "fit --help", "evaluate --help"])
+def test_a_full_output_of_the_help_is_an_error(args):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ega", *args.split()]
+        done = subprocess.run(command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "ega: the standard output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("args", ["--help", "fit --help", "info rows.parquet", "info rows.parquet --json"])
@@ -1024,25 +1054,27 @@ def set_weights(path, seed):
     save_adapter(adapter, path)
 
 
-@pytest.mark.parametrize("source", ("x.parquet", "rows.parquet"))
+@pytest.mark.parametrize("source", ("x.parquet", "rows.parquet", "x.npy"))
 def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
-    "Parquet files and packs record the adapter; every command that would apply it again refuses, another may follow."
+    "Files and packs record the adapter; every command that would apply it again refuses, another may follow."
     for package in ("faiss", "lancedb"):
         pytest.importorskip(package)
-    labels = () if source == "rows.parquet" else ("--label-column", "n")
+    labels = {"rows.parquet": (), "x.parquet": ("--label-column", "n"), "x.npy": ("y.npy",)}[source]
+    names = [f"{name}{Path(source).suffix}" for name in ("z", "bz", "zz")]
     fit = ("--method", "wccn", "--max-unseen-loss", "none", "--quiet")
     assert call("fit", source, *labels, "-o", "a", *fit)[0] == 0
     set_weights("b.safetensors", 1)
-    assert call("transform", "a", source, "-o", "z.parquet", "--quiet")[0] == 0
-    assert call("transform", "b.safetensors", "z.parquet", "-o", "bz.parquet", "--quiet")[0] == 0
-    for z in ("z.parquet", "bz.parquet"):
+    assert call("transform", "a", source, "-o", names[0], "--quiet")[0] == 0
+    assert call("transform", "b.safetensors", names[0], "-o", names[1], "--quiet")[0] == 0
+    for z in names[:2]:
         commands = [
-            ("transform", "a", z, "-o", "zz.parquet"),
+            ("transform", "a", z, "-o", names[2]),
             ("evaluate", "a", z, *labels),
             ("report", "a", z, *labels, "-o", "r.md"),
             ("migrate", "a", "indexes", "--vectors", z),
-            ("migrate", "a", "db/new.lance", "--vectors", z),
         ]
+        if source != "x.npy":
+            commands.append(("migrate", "a", "db/new.lance", "--vectors", z))
         for command in commands:
             code, out, message = call(*command)
             assert code == 2 and f"{z}: expected vectors that are not adapted" in message and not out, (
@@ -1051,8 +1083,8 @@ def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
             )
     assert call("migrate", "a", "indexes", "--vectors", source, "--activate", "--quiet")[0] == 0
     assert call("search", "a", "indexes", source)[0] == 0
-    assert "expected vectors that are not adapted" in call("search", "a", "indexes", "z.parquet")[2]
-    assert not any(Path(name).exists() for name in ("zz.parquet", "r.md", "db"))
+    assert "expected vectors that are not adapted" in call("search", "a", "indexes", names[0])[2]
+    assert not any(Path(name).exists() for name in (names[2], "r.md", "db"))
     assert call("evaluate", "a", source, *labels)[0] == 0
 
 
@@ -1077,6 +1109,15 @@ def test_fit_prints_its_rows_and_what_decides(data, call):
         "one-sided lower bounds at confidence 0.9: by them held-out classes must lose at most max_unseen_loss=1" in text
     )
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_sentences_have_the_width_of_the_terminal(data, call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[1]
+    sentences = out[out.index("Brackets") :].splitlines()
+    assert len(sentences) > 5 and max(map(len, sentences)) <= 40
+    table, _, sentences = call("evaluate", "out", "x.npy", "y.npy")[1].partition("\n\n")
+    assert "adapted" in table and max(map(len, sentences.splitlines())) <= 40
 
 
 def test_fit_without_comparison_and_with_any_number_of_jobs(data, call):
@@ -1120,6 +1161,9 @@ def test_evaluate_and_report_name_the_classes_that_the_adapter_lacks(data, call)
             "Classes: 6 of the 12 that the adapter was fitted on occur; 6 others are unknown to it and count as "
             "unseen: sort 10, sort 11, sort 6, sort 7, sort 8, ..." in text
         )
+    np.save("one.npy", np.where(y > 0, names, "other"))
+    text = " ".join(call("evaluate", "out", "x.npy", "one.npy")[1].split())
+    assert "occur; 1 other is unknown to it and counts as unseen: other." in text
     text = " ".join(call("evaluate", "out", "x.npy", "names.npy")[1].split())
     assert "Classes: 12 of the 12 that the adapter was fitted on occur, and no others." in text
 

@@ -531,3 +531,11 @@ def test_damaged_statistics_are_refused(name, value, tmp_path):
     np.savez(tmp_path / "s.npz", **arrays)
     with pytest.raises(InputError, match="save it again"):
         ClassStatistics.load(tmp_path / "s.npz")
+
+
+def test_equal_rows_of_each_class_are_named():
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(12), 10)
+    for rows in (np.ones((120, 8)), rng.normal(size=(12, 8))[y]):
+        with pytest.raises(InputError, match="because all rows of each class are equal; give rows that differ"):
+            WCCN(shrinkage=0).fit(normalize(rows), y)

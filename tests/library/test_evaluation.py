@@ -302,6 +302,24 @@ def test_sentence_says_gain_or_loss_only_if_the_interval_excludes_zero():
     assert summary_sentence(only).startswith("In the seen gallery, rows the adapter was trained on change by +0.0")
 
 
+def test_caveats_count_copies_of_queries():
+    x, y = clouds()
+    x, y = np.concatenate([x, x[:7], x[80:]]), np.concatenate([y, y[:7], y[80:]])
+    table = evaluate_embeddings(x, np.roll(x, 1, axis=1), y, y < 3, device="cpu")
+    assert dict(zip(table.group, table.n_copies)) == {"seen": 14, "unseen": 20}
+    note = caveats(table)[-1]
+    n_seen, n_unseen = (y < 3).sum(), (y >= 3).sum()
+    assert f"neighbour of 20 of {n_unseen} unseen, 14 of {n_seen} seen queries is an exact copy" in note
+
+
+def test_caveats_name_galleries_of_one_class():
+    x, y = clouds()
+    table = evaluate_embeddings(x, x, y, y < 1, device="cpu")
+    assert (table.frozen[table.n_gallery_classes == 1] == 100).all()
+    assert caveats(table)[-1].startswith("The seen gallery holds rows of one class only, so LP@1 is 100 there")
+    assert not any("one class" in note for note in caveats(evaluate_embeddings(x, x, y, y < 2, device="cpu")))
+
+
 def test_caveats_name_training_rows_missing_classes_and_drawn_queries():
     x, y = clouds()
     everything = evaluate_embeddings(x, x, y, y < 3, device="cpu")

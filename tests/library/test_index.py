@@ -357,6 +357,27 @@ def test_bad_input_raises(call, words):
     assert re.search(words, error_message(call))
 
 
+@pytest.mark.parametrize(
+    "factory, words",
+    [
+        ("IVF121,Flat", "at most as many lists as there are rows to train it, 120, got 121; choose fewer"),
+        ("PCA4,IVF121,Flat", "at most as many lists as there are rows to train it, 120, got 121; choose fewer"),
+        ("PQ1", "120 rows cannot train this index"),
+    ],
+)
+@pytest.mark.parametrize("has_version", [False, True])
+def test_a_migration_with_too_few_rows_for_its_index_leaves_nothing(factory, words, has_version, tmp_path):
+    np.save(tmp_path / "x.npy", x[:120])
+    folder = tmp_path / "s"
+    if has_version:
+        IndexStore(folder).migrate(NONLINEAR, tmp_path / "x.npy")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=words):
+        IndexStore(folder).migrate(LINEAR, tmp_path / "x.npy", index_factory=factory)
+    assert sorted(tmp_path.rglob("*")) == before
+    IndexStore(folder).migrate(LINEAR, tmp_path / "x.npy", index_factory="IVF12,Flat")
+
+
 def test_migrate_refuses_unknown_factory_before_writing(tmp_path):
     np.save(tmp_path / "x.npy", x)
     assert (

@@ -588,7 +588,13 @@ def test_rows_of_any_norm_are_brought_to_norm_1(tmp_path, small_blocks):
     np.save(tmp_path / "x.npy", x)
     transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, **ONE)
     assert np.array_equal(np.load(tmp_path / "z.npy"), transform_blocks(make_adapter(), normalize(x), 50))
-    for value, words in ((0, "row 321 has norm 0"), (np.nan, "row 321 has NaN"), (1e300, "row 321 has NaN or inf")):
+    refused = {
+        0: "row 321 has norm 0",
+        np.nan: "row 321 has NaN",
+        1e300: r"row 321 has values above 3.4e\+38: outside the range of float32; scale the rows first",
+        1e-300: "row 321 has only values below 1.2e-38: outside the range of float32; scale the rows first",
+    }
+    for value, words in refused.items():
         x[321] = value
         np.save(tmp_path / "y.npy", x)
         with pytest.raises(InputError, match=words):
@@ -1047,3 +1053,25 @@ def test_a_folder_with_an_adapted_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="1.parquet: expected vectors that are not adapted"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     assert not (tmp_path / "z").exists() and not (tmp_path / "z.part").exists()
+
+
+@pytest.mark.parametrize("n_adapters", [1, 2, 40])
+def test_npy_files_record_their_adapters_and_numpy_reads_them(tmp_path, n_adapters):
+    "Behind the dictionary of the header, which NumPy reads as a Python literal."
+    x = unit_rows(20)
+    np.save(tmp_path / "0.npy", x)
+    versions = []
+    for i in range(n_adapters):
+        adapter = make_adapter()
+        with torch.no_grad():
+            next(adapter.parameters()).add_(0.01 * i)
+        transform_file(adapter, tmp_path / f"{i}.npy", tmp_path / f"{i + 1}.npy", **ONE)
+        x = transform(adapter, x, device="cpu")
+        versions.append(adapter_fingerprint(adapter)[:16])
+    path = tmp_path / f"{n_adapters}.npy"
+    assert open_vectors(path).adapted_by == tuple(versions)
+    assert open_vectors(tmp_path / "0.npy").adapted_by == ()
+    raw, opened = path.read_bytes(), np.load(path, mmap_mode="r")
+    assert raw[:8] == b"\x93NUMPY\x01\x00" and opened.offset % 64 == 0 and raw[opened.offset - 1] == ord("\n")
+    assert opened.offset == 10 + int.from_bytes(raw[8:10], "little")
+    assert np.array_equal(np.load(path), x) and np.array_equal(opened, x)
