@@ -521,3 +521,20 @@ def test_huge_labels_without_names_are_refused():
     with pytest.raises(InputError, match="below 1,000,000, got 1000000000; number the classes from 0"):
         EmbeddingSet(np.eye(2), [5, 10**9])
     assert len(EmbeddingSet(np.eye(2), [5, 999_999]).classes) == 10**6
+
+
+@pytest.mark.parametrize(
+    "name, values, words",
+    [
+        ("ids", ["a", None, "c"], "ids must be texts, got None of type NoneType at position 1"),
+        ("ids", np.array([0, np.nan, 2]), "ids must be texts, got nan of type float64 at position 1"),
+        ("ids", [b"a", "b", "c"], "ids must be texts, got b'a' of type bytes at position 0"),
+        ("split", ["train", None, "test"], "split must be texts, got None of type NoneType at position 1"),
+        ("split", "train", "split must be a sequence of texts, one for each row, got 'train'"),
+        ("classes", [None] * 3, "classes must be texts, got None of type NoneType at position 0"),
+        ("classes", ["a", "b", "a"], "classes must have distinct names, 'a' occurs more than once"),
+    ],
+)
+def test_missing_and_repeated_names_are_refused(name, values, words):
+    with pytest.raises(InputError, match=words):
+        EmbeddingSet(np.eye(3), [0, 1, 0], **{name: values})
