@@ -42,8 +42,8 @@ def _check_no_missing(values, name):
         is_nan = isinstance(value, float) and value != value
         if value is None or is_nan or isinstance(value, bytes) or type(value).__name__ in ("NAType", "NaTType"):
             raise InputError(
-                f"{name} must be texts, got {value!s:.40} of type {type(value).__name__} at position {number}; fill in what is missing, and "
-                "decode bytes"
+                f"{name} must be texts, got {value!s:.40} of type {type(value).__name__} at position {number}; fill in "
+                "what is missing, and decode bytes"
             )
 
 

@@ -1086,3 +1086,11 @@ def test_a_transposed_matrix_is_named():
             EmbeddingAdapter().fit(x.T, labels)
     with pytest.raises(InputError, match="384 rows, 999 labels"):
         EmbeddingAdapter().fit(x.T, y[:-1])
+
+
+def test_no_candidates_and_a_repository_without_a_name_are_refused(fitted):
+    e, x, y = fitted
+    with pytest.raises(InputError, match=r"candidates must be a list of methods, got \(\)"):
+        EmbeddingAdapter(candidates=()).fit(x, y)
+    with pytest.raises(InputError, match="repo_id must name a repository, such as 'me/adapter', got ''"):
+        e.push_to_hub("")
