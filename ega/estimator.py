@@ -369,6 +369,7 @@ class _SaveLoadMixin:
     "The methods of EmbeddingAdapter that write it and read it."
 
     adapter_: torch.nn.Module
+    fingerprint_: str
     fit_row_hashes_: np.ndarray
 
     def save(self, path: "str | Path") -> Path:

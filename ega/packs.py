@@ -240,11 +240,27 @@ def _count_rows(y, split):
     }
 
 # %% ../nbs/library/04_packs.ipynb #pack-table
+def _given_metadata(meta):
+    "The metadata that a user gave, without what is computed from the rows; `InputError` for what JSON does not hold."
+    given = {key: value for key, value in meta.items() if key in _USER_KEYS or key not in _METADATA_KEYS}
+    for key, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"meta[{key!r}] must be a value of JSON (text, number, list, dictionary), got {short_repr(value)}; "
+                "convert it, or take it out of embeddings.meta"
+            ) from error
+        if not isinstance(key, str):
+            raise InputError(f"the keys of meta must be texts, got {short_repr(key)}; rename it")
+    return dict.fromkeys(_USER_KEYS, "") | given
+
+
 def _pack_table(embeddings, dtype, code, scale):
     "Return the Arrow table of a pack, with its metadata in the schema."
     import pyarrow as pa
 
-    meta = {key: embeddings.meta.get(key, "") for key in _USER_KEYS} | {
+    meta = _given_metadata(embeddings.meta) | {
         "dim": embeddings.dim,
         "dtype": dtype,
         "counts": _count_rows(embeddings.y, embeddings.split),
@@ -273,7 +289,7 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     Parameters
     ----------
     embeddings : EmbeddingSet
-        Its `meta` must name the "set" and the "encoder".
+        Its `meta` must name the "set" and the "encoder"; it may hold any other values of JSON.
     path : path-like
         Where to write, with the ending .parquet. An existing file is replaced.
     dtype : {"int8", "float16", "float32"}, default "int8"

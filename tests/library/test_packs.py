@@ -538,3 +538,14 @@ def test_huge_labels_without_names_are_refused():
 def test_missing_and_repeated_names_are_refused(name, values, words):
     with pytest.raises(InputError, match=words):
         EmbeddingSet(np.eye(3), [0, 1, 0], **{name: values})
+
+
+def test_all_metadata_of_json_is_stored_and_other_is_refused(tmp_path):
+    meta = {"set": "s", "encoder": "e", "f": 1.0, "a": [1], "notes": "n"}
+    embeddings = EmbeddingSet(np.eye(2), [0, 1], meta=meta)
+    stored = read_pack(write_pack(embeddings, tmp_path / "p.parquet")).meta
+    assert {key: stored[key] for key in meta} == meta
+    for value in (object(), float("nan"), np.ones(2)):
+        with pytest.raises(InputError, match="meta\\['f'\\] must be a value of JSON"):
+            write_pack(EmbeddingSet(np.eye(2), [0, 1], meta=meta | {"f": value}), tmp_path / "q.parquet")
+    assert not (tmp_path / "q.parquet").exists()
