@@ -9,7 +9,7 @@ __all__ = ['LinearMap', 'ClassStatistics', 'class_statistics', 'class_covariance
 # %% ../nbs/library/16_closed_form.ipynb #f0a3c2e0
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -26,6 +26,7 @@ from ega.arrays import (
     iter_unit_rows,
     normalize,
     rows_by_class,
+    short_repr,
 )
 from .files import atomic_write, check_output, check_path, read_npz
 from .metrics import loo_lp_at_k
@@ -148,6 +149,15 @@ class _StoredClassSums(_ClassSums):
 
 _STATISTICS = ("classes", "counts", "sums", "squares")  # arrays of a file
 
+# %% ../nbs/library/16_closed_form.ipynb #b36f896b
+def _check_bool(
+    value: Any,  # value to check
+    name: str,  # name of the parameter in error messages
+) -> None:
+    "Raise `InputError` unless a value is True or False."
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{name} must be True or False, got {short_repr(value)}")
+
 # %% ../nbs/library/16_closed_form.ipynb #51dff0f5
 class ClassStatistics(_StoredClassSums):
     """Counts, class sums and the sum of squares of labelled embeddings, which add up over parts of the data.
@@ -207,6 +217,8 @@ class ClassStatistics(_StoredClassSums):
     @property
     def mean(self) -> np.ndarray:
         "Mean of the labelled rows, (d,)."
+        if not self.n:
+            raise InputError("the mean needs at least one labelled row, got none; add rows with update")
         return self.sums.sum(0) / self.n
 
     def between_factor(self) -> np.ndarray:
@@ -364,6 +376,7 @@ class WCCN(LinearMap):
     @limit_threads()
     def fit_statistics(self, statistics: ClassStatistics) -> "WCCN":
         "Fit from `ClassStatistics`, without the embeddings themselves; returns self."
+        _check_bool(self.center, "center")
         A = shrunk_inverse_power(_check_statistics(statistics).covariances()[0], self.shrinkage, self.power)
         A *= np.sqrt(len(A) / np.square(A).sum())
         return self._set_map(A, statistics.mean * self.center)
@@ -513,6 +526,7 @@ class LDAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "LDAMap":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
+        _check_bool(self.center, "center")
         statistics = _statistics(X, y)
         within, between = statistics.covariances()
         d, n_classes = statistics.d, len(statistics.classes)
@@ -526,7 +540,7 @@ class LDAMap(LinearMap):
 def _check_n_components(k: int, d: int) -> None:
     "Check the number of directions to keep."
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= d:
-        raise InputError(f"n_components must lie in 1..{d}, got {k}; the embeddings have {d} columns")
+        raise InputError(f"n_components must lie in 1..{d}, got {short_repr(k)}; the embeddings have {d} columns")
 
 # %% ../nbs/library/16_closed_form.ipynb #d69ae4eb
 _FLOOR = 0.1  # share of the mean eigenvalue at which a direction is scaled by sqrt(1/2)
@@ -672,6 +686,8 @@ class PCAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> "PCAMap":
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
+        _check_bool(self.center, "center")
+        _check_bool(self.whiten, "whiten")
         x = check_embeddings(X)
         mean = x.mean(0, dtype=np.float64)
         d = x.shape[1]
@@ -709,8 +725,8 @@ class LogitMap(LinearMap):
         "Fit scikit-learn's LogisticRegression."
         from sklearn.linear_model import LogisticRegression
 
-        if not self.C > 0:
-            raise InputError(f"C must be > 0, got {self.C}; small values pull the weights to 0")
+        check_number(self.C, "C", above=0)
+        check_positive_int(self.max_iter, "max_iter")
         x = check_embeddings(X)
         y = check_labels(y, len(x), min_classes=2)
         self.model_ = LogisticRegression(C=self.C, max_iter=self.max_iter).fit(x[y >= 0], y[y >= 0])

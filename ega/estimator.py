@@ -114,9 +114,10 @@ def _candidate_from_json(value):
 def _selection_to_json(selection):
     "A Selection as a dictionary that JSON can hold; NaN becomes null."
     results = {key: pd.Series(values).tolist() for key, values in selection.cv_results.items() if key != "params"}
+    rows = selection.table.to_dict("records")
     return {name: getattr(selection, name) for name in SAVED_SELECTION} | {
         "config": config_to_dict(selection.config),
-        "table": json.loads(selection.table.to_json(orient="records", double_precision=15)),
+        "table": [{k: None if isinstance(v, float) and v != v else v for k, v in row.items()} for row in rows],
         "cv_results": {k: [None if v != v else v for v in values] for k, values in results.items()},
     }
 
@@ -368,6 +369,7 @@ class _SaveLoadMixin:
     "The methods of EmbeddingAdapter that write it and read it."
 
     adapter_: torch.nn.Module
+    fingerprint_: str
     fit_row_hashes_: np.ndarray
 
     def save(self, path: "str | Path") -> Path:
@@ -390,9 +392,15 @@ class _SaveLoadMixin:
         sklearn.exceptions.NotFittedError
             If `fit` was not called.
         InputError
-            If a file of that name was not written by `save`, or the folder takes no files.
+            If a file of that name was not written by `save`, the folder takes no files, or the weights of
+            `adapter_` were changed after `fit`.
         """
         check_is_fitted(self)
+        if adapter_fingerprint(self.adapter_) != self.fingerprint_:
+            raise InputError(
+                "the weights of adapter_ were changed after fit, and no longer belong to the description; fit again, "
+                "or write the adapter alone with ega.adapters.save_adapter"
+            )
         weights, description = _file_pair(path)
         _check_save_path(path, description)
         check_output(weights, endings=(".safetensors",), overwrite=True)
@@ -477,6 +485,8 @@ class _ExportMixin:
             The address of the commit.
         """
         check_is_fitted(self)
+        if not isinstance(repo_id, str) or not repo_id.strip():
+            raise InputError(f"repo_id must name a repository, such as 'me/adapter', got {short_repr(repo_id)}")
         return _hub_class(type(self))(self).push_to_hub(repo_id, **kwargs)
 
     @classmethod

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -249,23 +250,33 @@ def _check_ids(ids, n, existing):
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
     if ids.ndim == 1 and ids.dtype.kind in "uOf":
         _check_int64(given if isinstance(given, (list, tuple)) else ids.tolist())
-    if ids.dtype.kind in "OU" and ids.ndim and not all(isinstance(i, str) for i in given):
-        raise InputError(f"ids must be {n} integers or texts, got a mix of types or missing values; fill them in")
-    ids = ids.astype(str) if ids.dtype.kind in "OUS" else ids
+    if ids.dtype.kind in "OUS" and ids.ndim and not all(isinstance(i, str) for i in given):
+        first = next(i for i in given if not isinstance(i, str))
+        raise InputError(
+            f"ids must be {n} integers or texts, got a mix of types or missing values, such as {short_repr(first)}; "
+            "fill missing ones in, decode bytes, and convert others, such as with [str(i) for i in ids]"
+        )
+    ids = ids.astype(str) if ids.dtype.kind in "OU" else ids
     if ids.dtype.kind == "U" and (ids == "").any():
         raise InputError("ids must not be empty texts, because an empty text marks a missing neighbour")
     if ids.ndim == 0:
         raise InputError(f"ids must be {n} integers or texts in an array or list, got {type(given).__name__}")
     if ids.shape != (n,) or ids.dtype.kind not in "iuU":
-        raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}")
+        advice = "; convert them, such as with [str(i) for i in ids]" if ids.shape == (n,) else ""
+        raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}{advice}")
     ids = ids.astype(np.int64) if ids.dtype.kind != "U" else ids
     if len(existing) and existing.dtype.kind != ids.dtype.kind:
         kind = "integers" if existing.dtype.kind == "i" else "texts"
         raise InputError(f"ids must be {kind} like those in the index, got {ids.dtype}")
     if ids.dtype.kind == "i" and n and ids.min() < 0:
         raise InputError(f"integer ids must be >= 0, because -1 marks a missing neighbour; got {ids.min()}")
-    if len(np.unique(ids)) < n or np.isin(ids, existing).any():
-        raise InputError("ids must be distinct and new; at least one occurs twice")
+    distinct, counts = np.unique(ids, return_counts=True)
+    twice = distinct[(counts > 1) | np.isin(distinct, existing)]
+    if len(twice):
+        raise InputError(
+            f"ids must be distinct and new; {len(twice)} occur twice or are in the index already, such as "
+            f"{twice[0].item()!r}"
+        )
     return ids
 
 
@@ -302,6 +313,28 @@ def _train(index, x):
     with _faiss_errors(expected):
         index.train(x)
 
+# %% ../nbs/library/26_index.ipynb #a68cd8c2
+def _has_own_ids(index):
+    "Whether a FAISS index returns ids of its own in place of the row numbers 0, 1, 2, ..."
+    faiss = import_faiss()
+    index = faiss.downcast_index(index)
+    if isinstance(index, (faiss.IndexIDMap, faiss.IndexIDMap2)):
+        return True
+    if isinstance(index, faiss.IndexPreTransform):
+        return _has_own_ids(index.index)
+    if isinstance(index, faiss.IndexRefine):
+        return _has_own_ids(index.base_index)
+    if not isinstance(index, faiss.IndexIVF):
+        return False
+    found = np.zeros(index.ntotal, bool)
+    sizes = [index.invlists.list_size(number) for number in range(index.nlist)]
+    for number in np.flatnonzero(sizes).tolist():
+        ids = faiss.rev_swig_ptr(index.invlists.get_ids(number), sizes[number])
+        if ids.min() < 0 or ids.max() >= len(found):
+            return True
+        found[ids] = True
+    return not found.all()
+
 # %% ../nbs/library/26_index.ipynb #same
 class _IndexState:
     "A FAISS index, its adapter and its ids: what `AdaptedIndex` is made of."
@@ -320,7 +353,20 @@ class _IndexState:
             )
         if self.index.metric_type != import_faiss().METRIC_L2:
             raise InputError("the index must use METRIC_L2; for unit rows inner product gives the same order")
+        if _has_own_ids(self.index):
+            raise InputError(
+                f"index must number its rows 0, 1, 2, ..., got {short_repr(index)}, which maps them to ids of its own; "
+                "take an index without IDMap, filled by add, and pass the ids with ids="
+            )
         self.ids = _check_ids(ids, self.index.ntotal, np.empty(0, np.int64))
+        self._lock = threading.Lock()  # held by add
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     @property
     def fingerprint(self) -> str:
@@ -355,7 +401,8 @@ class _IndexState:
         """
         for name, value in settings.items():
             kind = type(self.index).__name__
-            check_positive_int(value, name) if name in ("nprobe", "efSearch") else check_number(value, name)
+            is_integer = name in ("nprobe", "efSearch")
+            value = check_positive_int(value, name) if is_integer else float(check_number(value, name))
             with _faiss_errors(f"{name} must be a search parameter of {kind}, got {name}={value!r}"):
                 import_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
@@ -462,6 +509,12 @@ def _read_index(folder, adapter):
         raise InputError(
             f"{folder / about['index']}: FAISS cannot read it ({short_error(error)}); save the index again"
         ) from error
+    for key, value in {"rows": index.ntotal, "d": m.input_dim, "dim": m.output_dim}.items():
+        if about.get(key) != value:
+            raise InputError(
+                f"{folder / 'about.json'}: expected {key} to be {value}, as in the files beside it, got "
+                f"{about.get(key)!r}; copy or save the folder again"
+            )
     return m, index, _read_ids(folder / about["ids"])
 
 # %% ../nbs/library/26_index.ipynb #index-files
@@ -544,6 +597,7 @@ class AdaptedIndex(_IndexFiles):
         """Adapt embeddings and add them; an index that needs training is trained by the first call.
 
         All rows are checked before the first is added. After an interruption the index refuses further calls.
+        Calls from several threads wait for each other; no search may run at the same time.
 
         Parameters
         ----------
@@ -562,7 +616,8 @@ class AdaptedIndex(_IndexFiles):
             If the dimension, a row, an id or `adapted_by` is wrong, or there are too few rows for training the
             index; nothing is added then.
         """
-        return _add_rows(self, x, ids, adapted_by, batch_size)
+        with self._lock:
+            return _add_rows(self, x, ids, adapted_by, batch_size)
 
     def search(self, xq: Any, k: int = 10, *, adapted_by: str | None = None) -> Neighbours:
         """Adapt queries and search them.
@@ -660,7 +715,11 @@ def to_pretransform(
             "and check its ar_at_1"
         )
     if isinstance(index, AdaptedIndex):
-        _check_adapted_by(m, index.fingerprint)
+        if index.fingerprint != m.fingerprint:
+            raise InputError(
+                f"the index holds embeddings adapted by {index.fingerprint[:12]}, got the adapter "
+                f"{m.fingerprint[:12]}; pass the adapter of the index, index.adapter"
+            )
         index = index.index
     if index.d != m.output_dim:
         raise InputError(f"the index must have {m.output_dim} columns, as the adapter returns, got {index.d}")

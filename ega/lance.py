@@ -6,6 +6,7 @@
 __all__ = ['open_table', 'write_table', 'migrate_table', 'activate', 'active_column', 'AdaptedTable']
 
 # %% ../nbs/library/27_lance.ipynb #594657e9
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,27 +147,90 @@ def _check_columns(table, id_column, vector_column, dim):
             "name others with id_column= and vector_column="
         )
     _check_id_type(table, id_column)
-    width = _vector_width(table, vector_column)
+    kind, width = table.schema.field(vector_column).type, _vector_width(table, vector_column)
+    if width is None:
+        raise InputError(
+            f"column {vector_column!r} must hold lists of a fixed size, {dim} numbers per row, got {kind}; "
+            f"write the table with vectors of type pyarrow.list_(pyarrow.float32(), {dim})"
+        )
     if width != dim:
         raise InputError(
             f"{vector_column!r} must have {dim} numbers per row, as the adapter expects, got {width}; "
             "were the vectors made by another encoder?"
         )
 
+# %% ../nbs/library/27_lance.ipynb #c035ffc6
+def _check_no_missing_ids(ids, id_column):
+    "Raise `InputError` if an Arrow array of ids has missing values."
+    if ids.null_count:
+        raise InputError(
+            f"column {id_column!r} must hold an id in every row, {ids.null_count} are missing; fill them in, or name "
+            "another column with id_column="
+        )
 
-def _add_adapted_column(table, column, m, id_column, vector_column):
-    "Add an empty column for the vectors of an adapter."
+
+def _vectors(column):
+    "An Arrow array of fixed-size lists as an array (n, d)."
+    column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    return column.flatten().to_numpy().reshape(len(column), -1)
+
+
+def _read_raw(rows, id_column, vector_column):
+    "The raw vectors of an Arrow batch; the `InputError` for a vector without a direction names its id."
+    x = _vectors(rows[vector_column])
+    usable = np.isfinite(x).all(1) & x.any(1)
+    if not usable.all():
+        first = rows[id_column][int(np.argmin(usable))].as_py()
+        raise InputError(
+            f"column {vector_column!r} must hold finite vectors that are not all 0, {int((~usable).sum())} of these "
+            f"{len(x)} rows do not, first the one with id {first!r}; repair or delete them"
+        )
+    return x
+
+
+def _add_adapted_column(table, column, m, id_column, vector_column, batch_size):
+    "Add an empty column for the vectors of an adapter, after checking ids and vectors of all rows."
     import pyarrow as pa
 
     ids = table.search().select([id_column]).to_arrow()[id_column]
+    _check_no_missing_ids(ids, id_column)
     n_repeated = len(ids) - len(ids.unique())
     if n_repeated:
         raise InputError(
             f"the values of column {id_column!r} must be distinct, {n_repeated} are repeated; "
             "name another column with id_column="
         )
+    query = table.search().where(f"{vector_column} IS NOT NULL").select([id_column, vector_column])
+    for rows in query.to_batches(batch_size):
+        _read_raw(rows, id_column, vector_column)
     table.add_columns(pa.field(column, pa.list_(pa.float32(), m.output_dim)))
     _update_metadata(table, column, ega_adapter=m.fingerprint, ega_source=vector_column)
+
+# %% ../nbs/library/27_lance.ipynb #a366ee7b
+def _write_adapted(table, column, m, rows, id_column, vector_column):
+    "Adapt the rows of an Arrow table and merge them by id; at least one row must be found again."
+    import pyarrow as pa
+
+    _check_no_missing_ids(rows[id_column], id_column)
+    z = m.transform(_read_raw(rows, id_column, vector_column))
+    adapted = pa.table({id_column: rows[id_column], column: _vector_column(z)})
+    if not table.merge_insert(id_column).when_matched_update_all().execute(adapted).num_updated_rows:
+        raise InputError(
+            f"none of {len(rows)} rows was found again by its value in {id_column!r}; were they changed or deleted "
+            "during the migration? call migrate_table again"
+        )
+
+
+def _rewrite_changed(table, column, m, id_column, vector_column, batch_size):
+    "Adapt again the rows whose adapted vector is not that of their raw vector, as after an update."
+    import pyarrow as pa
+
+    query = table.search().where(f"{column} IS NOT NULL AND {vector_column} IS NOT NULL")
+    for rows in query.select([id_column, vector_column, column]).to_batches(batch_size):
+        z = m.transform(_read_raw(rows, id_column, vector_column))
+        changed = np.flatnonzero(np.abs(_vectors(rows[column]) - z).max(1) > 1e-5)
+        if len(changed):
+            _write_adapted(table, column, m, pa.table(rows).take(changed), id_column, vector_column)
 
 # %% ../nbs/library/27_lance.ipynb #migrate
 def migrate_table(
@@ -178,24 +242,30 @@ def migrate_table(
     batch_size: int = 2048,  # rows in a transaction
     max_rows: int | None = None,  # adapted in this call; None: all that are missing
 ) -> str:  # name of the adapted column
-    "Write adapted vectors into a second column; the same call resumes after a kill."
-    import pyarrow as pa
+    """Write adapted vectors into a second column; the same call resumes after a kill.
 
+    Ids and vectors of all rows are checked before the column is added. A call for a table that has changed since its
+    migration ended also adapts the rows whose raw vectors were updated; until then the column holds their old vectors.
+    """
     batch_size = check_positive_int(batch_size, "batch_size")
     remaining = np.inf if max_rows is None else check_positive_int(max_rows, "max_rows", minimum=0)
     m = as_transform(adapter)
     column = f"adapted_{m.fingerprint[:12]}"
     _check_columns(table, id_column, vector_column, m.input_dim)
-    if column not in table.schema.names:
-        _add_adapted_column(table, column, m, id_column, vector_column)
+    is_new = column not in table.schema.names
+    if is_new:
+        _add_adapted_column(table, column, m, id_column, vector_column, batch_size)
+    elif _column_metadata(table, column).get("ega_version") == str(table.version):  # unchanged since its migration
+        return column
     while remaining > 0:
         query = table.search().where(f"{column} IS NULL AND {vector_column} IS NOT NULL")
         rows = query.select([id_column, vector_column]).limit(int(min(batch_size, remaining))).to_arrow()
         if not len(rows):
+            if not is_new:
+                _rewrite_changed(table, column, m, id_column, vector_column, batch_size)
+            _update_metadata(table, column, ega_version=str(table.version + 1))  # the version that this call makes
             break
-        x = rows[vector_column].combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
-        adapted = pa.table({id_column: rows[id_column], column: _vector_column(m.transform(x))})
-        table.merge_insert(id_column).when_matched_update_all().execute(adapted)
+        _write_adapted(table, column, m, rows, id_column, vector_column)
         remaining -= len(rows)
     return column
 
@@ -206,7 +276,12 @@ def activate(
     vector_column: str = "vector",  # column of raw vectors
 ) -> None:
     "Make a column the active one."
-    _column_metadata(table, column)
+    metadata = _column_metadata(table, column)
+    if column != vector_column and "ega_adapter" not in metadata:
+        raise InputError(
+            f"column {column!r} holds no vectors adapted by ega; name the column that migrate_table returns, or "
+            f"{vector_column!r} to go back"
+        )
     missing = table.count_rows(f"{column} IS NULL")
     if missing:
         raise InputError(f"{missing} rows have no vector in {column!r}; run migrate_table to the end first")
@@ -221,9 +296,16 @@ def active_column(
     return _column_metadata(table, vector_column).get("ega_serves", vector_column)
 
 # %% ../nbs/library/27_lance.ipynb #check-search
-def _clip_k(table, k):
-    "The number of neighbours, at most the rows of the table, and 1 for an empty one."
-    return min(check_positive_int(k, "k"), max(1, table.count_rows()))
+def _count_adapted(table, column):
+    "Number of rows with a vector in a column; warns of rows without one."
+    n, missing = table.count_rows(), table.count_rows(f"{column} IS NULL")
+    if missing:
+        warnings.warn(
+            f"{missing} of {n} rows have no vector in {column!r}, such as rows added after the migration, and are not "
+            "found; call migrate_table again",
+            stacklevel=4,
+        )
+    return n - missing
 
 
 def _check_condition(where):
@@ -274,12 +356,20 @@ class AdaptedTable:
                 f"the table is searched by its column {vector_column!r}, whose vectors are not adapted; adapt and "
                 "activate them first: `ega migrate ADAPTER TABLE --activate`, in Python migrate_table and activate"
             )
+        self._counted: tuple[int, int] | None = None  # version of the table and its number of adapted rows
         made_by = _column_metadata(table, self.column).get("ega_adapter")
         if made_by != self.adapter.fingerprint:
             raise InputError(
                 f"column {self.column!r} was adapted by {str(made_by)[:12]}, got {self.adapter.fingerprint[:12]}; "
                 "pass the adapter that made the column, or migrate"
             )
+
+    def _clip_k(self, k):
+        "The number of neighbours, at most the adapted rows of the table, and 1 for an empty one."
+        k, version = check_positive_int(k, "k"), self.table.version
+        if self._counted is None or self._counted[0] != version:
+            self._counted = version, _count_adapted(self.table, self.column)
+        return min(k, max(1, self._counted[1]))
 
     def rows(
         self,
@@ -297,7 +387,7 @@ class AdaptedTable:
         _check_condition(where)
         z = self.adapter.transform(check_embeddings(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
-        query = query.limit(_clip_k(self.table, k)).select([*(columns or [self.id_column]), "_distance"])
+        query = query.limit(self._clip_k(k)).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
         query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
         found = _run_query(query, where, self.table.schema.names)
@@ -313,8 +403,11 @@ class AdaptedTable:
         where: str | None = None,  # SQL condition on the rows
         nprobes: int | None = None,  # lists of an IVF index to search
     ) -> Neighbours:  # D (nq, k) squared L2, I (nq, k) ids
-        "Ids and distances, at most as many as rows; missing ones have distance infinity and id -1 or an empty text."
-        k = _clip_k(self.table, k)
+        """Ids and distances, at most as many as rows; missing ones have distance infinity and id -1 or an empty text.
+
+        Rows without an adapted vector are not found; a warning counts them once for each version of the table.
+        """
+        k = self._clip_k(k)
         found, n = self.rows(xq, k, where=where, nprobes=nprobes), len(xq)
         query, ids = found["query_index"].to_numpy(), _read_ids(found, self.id_column)
         rank = np.arange(len(query)) - np.searchsorted(query, query)  # within its query

@@ -374,7 +374,8 @@ def register_loss(name: str, loss: Callable[..., torch.Tensor]) -> None:
     Raises
     ------
     InputError
-        If the name is taken by another loss, or the loss cannot be called as described.
+        If the name is taken by another loss, or the parameters of the loss are not as described. Those of a function
+        written in C cannot be read; what a loss returns is checked before training.
 
     Examples
     --------
@@ -388,8 +389,9 @@ def register_loss(name: str, loss: Callable[..., torch.Tensor]) -> None:
     """
     if not isinstance(name, str) or not name.strip():
         raise InputError(f"the name of a loss must be a text, got {name!r}; write register_loss('my_loss', my_loss)")
-    if not callable(loss):
-        raise InputError(f"loss {name!r} must be a function of (z, y), got {type(loss).__name__}")
+    if not callable(loss) or isinstance(loss, type):
+        what = f"the class {loss.__name__}; make an object of it" if isinstance(loss, type) else type(loss).__name__
+        raise InputError(f"loss {name!r} must be a function of (z, y), got {what}")
     if isinstance(loss, torch.nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise InputError(
             f"loss {name!r} has parameters of its own, which would not be trained; "

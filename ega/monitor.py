@@ -284,6 +284,16 @@ def _check_not_in_gallery(reference, gallery):
         )
 
 
+def _check_not_fitted_on(reference, hashes):
+    "Raise `InputError` if reference queries are rows of fit, by their hashes; the adapter does better on those."
+    if n := int(np.isin(hash_rows(reference), hashes).sum()):
+        raise InputError(
+            f"{n} of {len(reference)} reference queries are rows that the adapter was fitted on, which it serves "
+            "better than new ones; take other rows, such as reference[~np.isin(hash_rows(reference), "
+            "adapter.fit_row_hashes_)], with ega.evaluation.hash_rows"
+        )
+
+
 def _halve(reference, k):
     "The odd rows as the reference, and as its gallery the even rows that are not among them; at least k of these."
     n, reference, gallery = len(reference), reference[1::2], reference[::2]
@@ -332,7 +342,8 @@ class Monitor(_MonitorState):
         ----------
         reference : (n, d) array
             Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
-            Equal rows in both raise an `InputError`.
+            Equal rows in reference and gallery raise an `InputError`, and so do rows of `fit` where the adapter is
+            an `EmbeddingAdapter`; other adapters do not carry what they were fitted on.
         adapter : adapter
             Anything `ega.index.as_transform` accepts.
         gallery : (m, d) array, optional
@@ -346,8 +357,10 @@ class Monitor(_MonitorState):
             Number of batches for which the bound holds. It holds for any `horizon` batches in a row; over a
             longer time a false alarm becomes more probable.
         """
-        adapter = as_transform(adapter)
+        fitted_on, adapter = getattr(adapter, "fit_row_hashes_", None), as_transform(adapter)
         reference = as_unit_rows(reference, "reference", dim=adapter.input_dim)
+        if fitted_on is not None:
+            _check_not_fitted_on(reference, fitted_on)
         if gallery is None:
             reference, gallery = _halve(reference, k)
         else:

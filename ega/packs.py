@@ -36,8 +36,24 @@ if TYPE_CHECKING:
 _FILLED_IN: Any = None  # default of the fields that EmbeddingSet.__post_init__ fills in
 
 
+def _check_no_missing(values, name):
+    "Raise `InputError` for a missing value or bytes among texts, which would become texts such as 'None'."
+    for number, value in enumerate(values):
+        is_nan = isinstance(value, float) and value != value
+        if value is None or is_nan or isinstance(value, bytes) or type(value).__name__ in ("NAType", "NaTType"):
+            raise InputError(
+                f"{name} must be texts, got {value!s:.40} of type {type(value).__name__} at position {number}; fill in "
+                "what is missing, and decode bytes"
+            )
+
+
 def _as_texts(values, name):
     "A sequence of texts as an array, or raise `InputError`."
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise InputError(f"{name} must be a sequence of texts, one for each row, got {short_repr(values)}")
+    if getattr(getattr(values, "dtype", None), "kind", "O") not in "Uiu":
+        values = list(values)
+        _check_no_missing(values, name)
     try:
         return np.array(values, dtype=str)
     except ValueError as error:
@@ -58,7 +74,11 @@ def _check_set(embeddings):
     names = range(y.max() + 1) if embeddings.classes is None else embeddings.classes
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise InputError(f"classes must be a sequence of texts, got {names!r}")
+    _check_no_missing(names := list(names), "classes")
     classes = tuple(map(str, names))
+    if len(set(classes)) < len(classes):
+        repeated = Counter(classes).most_common(1)[0][0]
+        raise InputError(f"classes must have distinct names, {repeated!r} occurs more than once; rename them")
     if not isinstance(embeddings.meta, Mapping):
         raise InputError(f"meta must be a dictionary, got {embeddings.meta!r}")
     for name, a in (("ids", ids), ("split", split)):
@@ -220,11 +240,27 @@ def _count_rows(y, split):
     }
 
 # %% ../nbs/library/04_packs.ipynb #pack-table
+def _given_metadata(meta):
+    "The metadata that a user gave, without what is computed from the rows; `InputError` for what JSON does not hold."
+    given = {key: value for key, value in meta.items() if key in _USER_KEYS or key not in _METADATA_KEYS}
+    for key, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"meta[{key!r}] must be a value of JSON (text, number, list, dictionary), got {short_repr(value)}; "
+                "convert it, or take it out of embeddings.meta"
+            ) from error
+        if not isinstance(key, str):
+            raise InputError(f"the keys of meta must be texts, got {short_repr(key)}; rename it")
+    return dict.fromkeys(_USER_KEYS, "") | given
+
+
 def _pack_table(embeddings, dtype, code, scale):
     "Return the Arrow table of a pack, with its metadata in the schema."
     import pyarrow as pa
 
-    meta = {key: embeddings.meta.get(key, "") for key in _USER_KEYS} | {
+    meta = _given_metadata(embeddings.meta) | {
         "dim": embeddings.dim,
         "dtype": dtype,
         "counts": _count_rows(embeddings.y, embeddings.split),
@@ -253,7 +289,7 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     Parameters
     ----------
     embeddings : EmbeddingSet
-        Its `meta` must name the "set" and the "encoder".
+        Its `meta` must name the "set" and the "encoder"; it may hold any other values of JSON.
     path : path-like
         Where to write, with the ending .parquet. An existing file is replaced.
     dtype : {"int8", "float16", "float32"}, default "int8"

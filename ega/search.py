@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional, linear, pick_device
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_positive_int,
+    import_optional,
+    linear,
+    pick_device,
+    short_repr,
+)
 from .threads import limit_threads
 
 if TYPE_CHECKING:
@@ -465,6 +473,18 @@ def import_faiss() -> Any:  # the module faiss
     return faiss
 
 # %% ../nbs/library/13_search.ipynb #ivf-index
+def _check_squared_norms(x, name):
+    "Raise `InputError` if squared distances of rows leave the range of float32, which FAISS does not survive."
+    limit = np.finfo(np.float32).max / 4  # |a - b|^2 <= 4 max(|a|, |b|)^2
+    with np.errstate(over="ignore"):
+        bad = np.flatnonzero(~(_squared_norms(x) < limit))
+    if len(bad):
+        raise InputError(
+            f"{name} must have squared norms below {limit:.2g}, {len(bad)} of {len(x)} rows have larger ones, first "
+            f"row {bad[0]}; scale the rows first, such as with ega.normalize"
+        )
+
+
 def build_ivf(
     xb: np.ndarray,  # (nb, d) gallery
     *,
@@ -475,6 +495,7 @@ def build_ivf(
     "Build an inverted file over the gallery, on the CPU and without printed warnings."
     faiss = import_faiss()
     xb = check_embeddings(xb, "xb")
+    _check_squared_norms(xb, "xb")
     nlist = check_positive_int(nlist, "nlist")
     if nlist > len(xb):
         raise InputError(f"nlist must lie in 1..{len(xb)}, the rows of the gallery, got {nlist}; choose fewer lists")
@@ -541,6 +562,7 @@ def ivf_search(
     "Approximate nearest neighbours from an inverted file."
     xb = check_embeddings(xb, "xb", dim=index.d)
     xq = check_embeddings(xq, "xq", dim=index.d)
+    _check_squared_norms(xq, "xq")
     k = min(check_positive_int(k, "k"), len(xb))
     nprobe = check_positive_int(nprobe, "nprobe")
     if len(xb) != index.ntotal:
@@ -642,8 +664,10 @@ def ivf_sweep(
     >>> found[4].scanned.mean().item()
     1.0
     """
-    if not isinstance(nprobes, (list, tuple, set, range)):
-        raise InputError(f"nprobes must be a list of integers >= 1, got {nprobes!r}")
+    if not isinstance(nprobes, (list, tuple, set, range)) or not nprobes:
+        raise InputError(
+            f"nprobes must be a list of at least one integer >= 1, such as [1, 4], got {short_repr(nprobes)}"
+        )
     nprobes = [check_positive_int(nprobe, "nprobes") for nprobe in nprobes]
     index = build_ivf(xb, nlist=nlist, kmeans_seed=kmeans_seed)
     return {nprobe: ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in nprobes}
@@ -711,6 +735,8 @@ def search(
     device: "str | torch.device | None" = None,  # None: a GPU when there is one, else the CPU
 ) -> Neighbours:  # D and I (nq, config.k)
     "Search with the settings of a config."
+    if not isinstance(config, SearchConfig):
+        raise InputError(f"config must be a SearchConfig, got {short_repr(config)}; make one such as SearchConfig(k=5)")
     if config.nlist is None or config.nprobe is None:  # an exact search
         return knn(xq, xb, config.k, device=device)
     index = build_ivf(xb, nlist=config.nlist, kmeans_seed=config.kmeans_seed)

@@ -435,7 +435,7 @@ def check_settings(
     check_number(confidence, "confidence", minimum=0.5, below=1)
     if isinstance(candidates, str):
         raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
-    if not isinstance(candidates, (list, tuple)):
+    if not isinstance(candidates, (list, tuple)) or not candidates:
         raise InputError(
             f"candidates must be a list of methods, got {short_repr(candidates)}; write such as ('wccn', 'lda')"
         )

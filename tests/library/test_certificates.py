@@ -144,6 +144,33 @@ def test_excluded_rows_ties_and_bad_input():
     assert np.allclose(angle_to_chord(chord_to_angle([0.0, 0.7, 2.0])), [0, 0.7, 2])
 
 
+def test_excluded_rows_may_be_a_list():
+    _, xb, _ = gallery()
+    found = certified_radius(xb[:3], xb, exclude=[0, 1, 2])
+    assert np.array_equal(found, certified_radius(xb[:3], xb, exclude=np.arange(3)))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda x: certified_radius(x[:3], x, exclude=[0, 1]), "exclude must be one row number in 0"),
+        (lambda x: certified_radius(x[:3], x, exclude=[0, 1, 10**6]), "exclude must be one row number in 0"),
+        (lambda x: certified_radius(x[:3], x, exclude=["0", "1", "2"]), "exclude must be one row number in 0"),
+        (lambda x: certified_radius(x[:3], x, batch_size=0), "batch_size must be an integer >= 1"),
+        (lambda x: certified_queries(x[:3], x[5:], "0.1", 0), "displacement must be a number or an array of numbers"),
+        (lambda x: certified_queries(x[:3], x[5:], [0.1, 0.2], 0), "query_displacement must be a number or have shape"),
+        (lambda x: certified_queries(x[:3], x[5:], 0, [0.1, 0.2]), "gallery_displacement must be a number or have"),
+        (lambda x: chord_to_angle("1"), "displacement must be a number"),
+        (lambda x: angle_to_chord(4.0), "angles between vectors lie in"),
+        (lambda x: angle_to_chord("1"), "angle must be a number"),
+        (lambda x: largest_certified_strength(x, x, 0.5, steps=0), "steps must be an integer >= 1"),
+        (lambda x: largest_certified_strength(x, x, "0.5"), "share must be a finite number"),
+    ],
+)
+def test_wrong_arguments_are_named(call, words):
+    assert words in error_message(lambda: call(gallery()[1]))
+
+
 def test_largest_certified_strength_keeps_the_share():
     _, x, rng = gallery(d=9)
     z = unit_float64(normalize(x + 0.2 * rng.normal(size=x.shape)))

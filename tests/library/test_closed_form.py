@@ -280,7 +280,7 @@ def test_fewer_rows_than_dimensions_need_shrinkage():
         (lambda x, y: PCAMap(shrinkage=2).fit(x), "[0, 1]"),
         (lambda x, y: PCAMap(9).fit(x), "1..8"),
         (lambda x, y: LDAMap(0).fit(x, y), "1..8"),
-        (lambda x, y: LogitMap(0).fit(x, y), "C must be > 0"),
+        (lambda x, y: LogitMap(0).fit(x, y), "C must be a finite number > 0"),
         (lambda x, y: ValidatedWCCN(0.0).fit(x, y), "(0, 1]"),
         (lambda x, y: ValidatedWCCN(cv=1).fit(x, y), "cv must be an integer >= 2"),
         (lambda x, y: ValidatedWCCN(max_rows=1).fit(x, y), "max_rows must be an integer >= 2"),
@@ -539,3 +539,20 @@ def test_equal_rows_of_each_class_are_named():
     for rows in (np.ones((120, 8)), rng.normal(size=(12, 8))[y]):
         with pytest.raises(InputError, match="because all rows of each class are equal; give rows that differ"):
             WCCN(shrinkage=0).fit(normalize(rows), y)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda x, y: WCCN(center="no").fit(x, y), "center must be True or False, got 'no'"),
+        (lambda x, y: LDAMap(center=None).fit(x, y), "center must be True or False, got None"),
+        (lambda x, y: PCAMap(whiten="yes").fit(x), "whiten must be True or False, got 'yes'"),
+        (lambda x, y: LogitMap("1").fit(x, y), "C must be a finite number > 0, got '1'"),
+        (lambda x, y: LDAMap("3").fit(x, y), "got '3'; the embeddings have 4 columns"),
+        (lambda x, y: ClassStatistics(4).mean, "the mean needs at least one labelled row"),
+    ],
+)
+def test_settings_of_another_type_are_named(call, words):
+    x = np.random.default_rng(0).normal(size=(12, 4))
+    with pytest.raises(InputError, match=words):
+        call(x, np.arange(12) % 3)

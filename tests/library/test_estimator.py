@@ -303,6 +303,23 @@ def test_cv_results_are_those_of_the_selection_and_survive_save(fitted, tmp_path
     assert EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y).cv_results_ == {}
 
 
+def test_the_table_of_the_selection_survives_save_exactly(fitted, tmp_path):
+    e = copy.deepcopy(fitted[0])
+    column = e.selection_.table.select_dtypes(float).columns[0]
+    e.selection_.table.loc[0, column] = 0.1 + 0.2  # 17 digits
+    e.save(tmp_path / "a")
+    assert EmbeddingAdapter.load(tmp_path / "a").selection_.table[column][0] == 0.1 + 0.2
+
+
+def test_weights_changed_after_fit_are_not_saved(fitted, tmp_path):
+    e = copy.deepcopy(fitted[0])
+    for tensor in e.adapter_.state_dict().values():
+        tensor += 0.1
+    with pytest.raises(InputError, match="the weights of adapter_ were changed after fit"):
+        e.save(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_fold_without_queries_survives_save(fitted, tmp_path):
     "Its change is nan, which JSON does not have."
     e = copy.deepcopy(fitted[0])
@@ -1048,7 +1065,7 @@ def test_exchanged_arguments_are_named(fitted):
 
 def test_save_refuses_the_folder_of_a_monitor(fitted, tmp_path):
     e, x, _ = fitted
-    ega.Monitor.fit(x, e).save(tmp_path / "m")
+    ega.Monitor.fit(np.random.default_rng(0).normal(size=x.shape), e).save(tmp_path / "m")
     with pytest.raises(InputError, match="m holds a monitor, whose adapter would be replaced"):
         e.save(tmp_path / "m")
 
@@ -1069,3 +1086,11 @@ def test_a_transposed_matrix_is_named():
             EmbeddingAdapter().fit(x.T, labels)
     with pytest.raises(InputError, match="384 rows, 999 labels"):
         EmbeddingAdapter().fit(x.T, y[:-1])
+
+
+def test_no_candidates_and_a_repository_without_a_name_are_refused(fitted):
+    e, x, y = fitted
+    with pytest.raises(InputError, match=r"candidates must be a list of methods, got \(\)"):
+        EmbeddingAdapter(candidates=()).fit(x, y)
+    with pytest.raises(InputError, match="repo_id must name a repository, such as 'me/adapter', got ''"):
+        e.push_to_hub("")

@@ -1,6 +1,7 @@
 "AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
@@ -315,6 +316,16 @@ def test_embeddings_of_another_adapter_are_refused():
     ) == N + len(xq)
 
 
+NEAR = np.eye(D, dtype="f4")
+
+
+def filled_with_ids(factory):
+    index = faiss.index_factory(D, factory)
+    index.train(x)
+    index.add_with_ids(x, np.arange(N)[::-1] + 7)
+    return index
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -349,6 +360,19 @@ def test_embeddings_of_another_adapter_are_refused():
         (lambda: AdaptedIndex(torch.eye(D)), "got Tensor; make a matrix an array"),
         (lambda: AdaptedIndex(np.eye(D).tolist()), "make a matrix an array"),
         (lambda: AdaptedIndex(LINEAR).add(x[:1], [2**63 - 1]).add(x[1:2]), "got 9223372036854775808"),
+        (lambda: AdaptedIndex(LINEAR, "IDMap,Flat"), "index must number its rows .* without IDMap"),
+        (lambda: AdaptedIndex(LINEAR, "PCA8,IDMap2,Flat"), "columns|index must number its rows"),
+        (lambda: AdaptedIndex(LINEAR, filled_with_ids("IDMap2,Flat"), ids=range(N)), "index must number its rows"),
+        (lambda: AdaptedIndex(LINEAR, filled_with_ids("IVF4,Flat")), "index must number its rows"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [b"a", b"b"]), "such as b'a'; .* decode bytes"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [Path("a"), Path("b")]), r"str\(i\) for i in ids"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [1.0, 2.0]), r"got float64 of shape \(2,\); convert them"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:3], ["a", "b", "b"]), "distinct and new; 1 .* such as 'b'"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], [3, 4]).add(x[:2], [4, 5]), "distinct and new; 1 .* such as 4"),
+        (
+            lambda: to_pretransform(NEAR, AdaptedIndex(LINEAR).add(x)),
+            f"by {as_transform(LINEAR).fingerprint[:12]}, got the adapter {as_transform(NEAR).fingerprint[:12]}; pass",
+        ),
     ],
 )
 def test_bad_input_raises(call, words):
@@ -440,6 +464,41 @@ def test_load_refuses_damaged_folder(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     assert "changed after writing" in error_message(lambda: AdaptedIndex.load(tmp_path / "i"))
+
+
+@pytest.mark.parametrize("key", ["rows", "d", "dim"])
+def test_load_compares_the_description_with_the_files(tmp_path, key):
+    import json
+
+    about = AdaptedIndex(LINEAR).add(x[:20]).save(tmp_path / "i") / "about.json"
+    for value in (7, None):
+        about.write_text(json.dumps(json.loads(about.read_text()) | {key: value}))
+        assert f"expected {key} to be {20 if key == 'rows' else D}" in error_message(
+            lambda: AdaptedIndex.load(tmp_path / "i")
+        )
+
+
+def test_rows_added_by_several_threads_have_distinct_ids():
+    from concurrent.futures import ThreadPoolExecutor
+
+    class Slow:
+        d, fingerprint = D, "slow"
+
+        def transform(self, rows):
+            time.sleep(0.05)
+            return rows
+
+    index = pickle.loads(pickle.dumps(AdaptedIndex(LINEAR)))
+    index.adapter = as_transform(Slow())
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda i: index.add(x[i : i + 100]), (0, 100, 200)))
+    assert len(index) == 300 and sorted(index.ids) == list(range(300))
+
+
+def test_search_parameters_may_be_integers_of_numpy():
+    index = AdaptedIndex(LINEAR, "IVF4,Flat").add(x).tune(nprobe=np.int64(2))
+    assert index.index.nprobe == 2
+    assert AdaptedIndex(LINEAR, "HNSW8").tune(efSearch=np.int64(9)).index.hnsw.efSearch == 9
 
 
 def test_adapter_without_file_format_must_be_passed(tmp_path):

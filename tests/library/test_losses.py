@@ -1072,3 +1072,8 @@ def test_options_of_a_built_in_loss():
 def test_a_parameter_with_the_name_of_another_field_is_refused(registry):
     with pytest.raises(InputError, match="parameter 'lam', which is a field of LossConfig"):
         register_loss("mine", lambda z, y, lam=0.5: (z * lam).sum())
+
+
+def test_the_class_of_a_loss_is_refused(registry):
+    with pytest.raises(InputError, match="got the class CrossEntropyLoss; make an object of it"):
+        register_loss("x", torch.nn.CrossEntropyLoss)

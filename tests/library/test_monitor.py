@@ -251,3 +251,13 @@ def test_reference_queries_in_the_gallery_are_refused():
         Monitor.fit(rows, WHITE, np.vstack([cone, 3 * rows[:20]]))
     half = np.vstack([rows, rows[:2]])[[0, 60, *range(1, 60), 61]]  # two rows twice, one of them in both halves
     assert (Monitor.fit(half, WHITE).reference["nearest_distance"] > 1e-3).all()
+
+
+def test_reference_queries_that_the_adapter_was_fitted_on_are_refused():
+    from ega import EmbeddingAdapter
+
+    rows = unit(80, 3)
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
+    with pytest.raises(InputError, match="^10 of 30 reference queries are rows that the adapter was fitted on"):
+        Monitor.fit(rows[50:], adapter, gallery)
+    Monitor.fit(rows[60:], adapter, gallery)

@@ -521,3 +521,31 @@ def test_huge_labels_without_names_are_refused():
     with pytest.raises(InputError, match="below 1,000,000, got 1000000000; number the classes from 0"):
         EmbeddingSet(np.eye(2), [5, 10**9])
     assert len(EmbeddingSet(np.eye(2), [5, 999_999]).classes) == 10**6
+
+
+@pytest.mark.parametrize(
+    "name, values, words",
+    [
+        ("ids", ["a", None, "c"], "ids must be texts, got None of type NoneType at position 1"),
+        ("ids", np.array([0, np.nan, 2]), "ids must be texts, got nan of type float64 at position 1"),
+        ("ids", [b"a", "b", "c"], "ids must be texts, got b'a' of type bytes at position 0"),
+        ("split", ["train", None, "test"], "split must be texts, got None of type NoneType at position 1"),
+        ("split", "train", "split must be a sequence of texts, one for each row, got 'train'"),
+        ("classes", [None] * 3, "classes must be texts, got None of type NoneType at position 0"),
+        ("classes", ["a", "b", "a"], "classes must have distinct names, 'a' occurs more than once"),
+    ],
+)
+def test_missing_and_repeated_names_are_refused(name, values, words):
+    with pytest.raises(InputError, match=words):
+        EmbeddingSet(np.eye(3), [0, 1, 0], **{name: values})
+
+
+def test_all_metadata_of_json_is_stored_and_other_is_refused(tmp_path):
+    meta = {"set": "s", "encoder": "e", "f": 1.0, "a": [1], "notes": "n"}
+    embeddings = EmbeddingSet(np.eye(2), [0, 1], meta=meta)
+    stored = read_pack(write_pack(embeddings, tmp_path / "p.parquet")).meta
+    assert {key: stored[key] for key in meta} == meta
+    for value in (object(), float("nan"), np.ones(2)):
+        with pytest.raises(InputError, match="meta\\['f'\\] must be a value of JSON"):
+            write_pack(EmbeddingSet(np.eye(2), [0, 1], meta=meta | {"f": value}), tmp_path / "q.parquet")
+    assert not (tmp_path / "q.parquet").exists()

@@ -459,6 +459,11 @@ def test_cuda_equals_cpu():
         (lambda x: SearchConfig("ivf", 1, 10), "nprobe"),
         (lambda x: SearchConfig("ivf", 1, 4, 5), "nprobe"),
         (lambda x: SearchConfig(k=0), "k must"),
+        (lambda x: ivf_sweep(x, x, nlist=3, nprobes=[], k=1), "nprobes must be a list of at least one integer"),
+        (lambda x: ivf_sweep(x, x, nlist=3, nprobes=np.array([1]), k=1), "such as [1, 4], got ndarray of shape (1,)"),
+        (lambda x: search.search(x, x, {"k": 1}), "config must be a SearchConfig, got {'k': 1}"),
+        (lambda x: ivf_sweep(x * 1e20, x * 1e20, nlist=3, nprobes=[1], k=1), "xb must have squared norms below"),
+        (lambda x: ivf_sweep(x * 1e20, x, nlist=3, nprobes=[1], k=1), "xq must have squared norms below"),
     ],
 )
 def test_bad_input_raises_with_a_message(call, text):
