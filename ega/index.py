@@ -279,7 +279,7 @@ def _check_ids(ids, n, existing):
         )
     return ids
 
-
+# %% ../nbs/library/26_index.ipynb #1ab91dcd
 def _check_ids_complete(index):
     "Raise `InputError` if the FAISS index holds rows without ids, as after an interrupted `add`."
     if index.index.ntotal != len(index.ids):
