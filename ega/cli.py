@@ -58,7 +58,7 @@ def _check_store_path(path):
     if Path(path).exists() and not Path(path).is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
 
-
+# %% ../nbs/library/30_cli.ipynb #e49d522c
 def _check_adapter(path):
     "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
     from ega.arrays import InputError
@@ -155,7 +155,7 @@ def _check_evaluate(args):
     _check_data(args)
     _check_description_file(args.adapter)
 
-
+# %% ../nbs/library/30_cli.ipynb #12afecd1
 def _check_report(args):
     "Check the arguments of `ega report`."
     from ega.arrays import check_installed
@@ -430,7 +430,7 @@ def _check_width(path, x, adapter):
 def _show_progress(args):
     return not args.quiet and sys.stderr.isatty()
 
-
+# %% ../nbs/library/30_cli.ipynb #1b02332a
 def _wrap(text, **options):
     "Break a text into lines of the width of the terminal, at most 80 columns."
     import shutil

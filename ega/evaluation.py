@@ -265,7 +265,7 @@ def summary_sentence(
         sentence += f" Seen classes capture {after} of the unseen queries ({before} when frozen)."
     return sentence
 
-
+# %% ../nbs/library/22_evaluation.ipynb #84e479c1
 def caveats(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> list[str]:

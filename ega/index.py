@@ -916,7 +916,7 @@ def _source_ids(source: Path, rows: VectorFile, ids):
         ids = pq.read_table(source, columns=["id"])["id"].to_pylist()
     return _check_ids(ids, rows.n, np.empty(0, np.int64))
 
-
+# %% ../nbs/library/26_index.ipynb #735bc49f
 def _check_lists(index, n_rows):
     "Raise `InputError` for an empty index, to be trained, that has more lists than there are rows to train it."
     import_faiss()

@@ -336,6 +336,21 @@ def _read_ids(found, id_column):
         )
     return ids.astype(np.int64)
 
+# %% ../nbs/library/27_lance.ipynb #7a69d54a
+def _check_adapted_column(table, column, vector_column, adapter):
+    "Raise `InputError` if the active column holds the raw vectors, or those of another adapter."
+    if column == vector_column:
+        raise InputError(
+            f"the table is searched by its column {vector_column!r}, whose vectors are not adapted; adapt and "
+            "activate them first: `ega migrate ADAPTER TABLE --activate`, in Python migrate_table and activate"
+        )
+    made_by = _column_metadata(table, column).get("ega_adapter")
+    if made_by != adapter.fingerprint:
+        raise InputError(
+            f"column {column!r} was adapted by {str(made_by)[:12]}, got {adapter.fingerprint[:12]}; "
+            "pass the adapter that made the column, or migrate"
+        )
+
 # %% ../nbs/library/27_lance.ipynb #a0365f17
 class AdaptedTable:
     "A LanceDB table that adapts raw queries and searches the active column."
@@ -351,18 +366,8 @@ class AdaptedTable:
         self.table, self.adapter, self.id_column = table, as_transform(adapter), id_column
         self.column = active_column(table, vector_column)
         _check_id_type(table, id_column)
-        if self.column == vector_column:
-            raise InputError(
-                f"the table is searched by its column {vector_column!r}, whose vectors are not adapted; adapt and "
-                "activate them first: `ega migrate ADAPTER TABLE --activate`, in Python migrate_table and activate"
-            )
+        _check_adapted_column(table, self.column, vector_column, self.adapter)
         self._counted: tuple[int, int] | None = None  # version of the table and its number of adapted rows
-        made_by = _column_metadata(table, self.column).get("ega_adapter")
-        if made_by != self.adapter.fingerprint:
-            raise InputError(
-                f"column {self.column!r} was adapted by {str(made_by)[:12]}, got {self.adapter.fingerprint[:12]}; "
-                "pass the adapter that made the column, or migrate"
-            )
 
     def _clip_k(self, k):
         "The number of neighbours, at most the adapted rows of the table, and 1 for an empty one."
