@@ -675,7 +675,7 @@ def ega_exact(size, folder):
     from ega.search import knn
 
     xb, xq = _gallery(size)
-    return Job(lambda: knn(xq, xb, size["k"], device="cpu"), size["queries"])
+    return Job(lambda: knn(xq, xb, size["k"]), size["queries"])
 
 
 def faiss_loo(size, folder):
@@ -700,7 +700,7 @@ def ega_loo(size, folder):
     from ega.search import loo_knn
 
     xb, _ = _gallery(size)
-    return Job(lambda: loo_knn(xb, size["k"], device="cpu"), size["n"])
+    return Job(lambda: loo_knn(xb, size["k"]), size["n"])
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #inverted
 _KS, _NPROBES, _NLIST = (1, 3, 5, 10), (1, 5, 10), 10
@@ -1347,7 +1347,7 @@ GROUPS |= {
         reference="FAISS",
         floor=None,
         contenders={"FAISS": faiss_exact, "ega": ega_exact},
-        sizes=_exact_sizes(10**3, 10**4, 10**5, 10**6),
+        sizes=_exact_sizes(10**3, 10**4, 10**5) + _exact_sizes(10**6, ds=(128,)),
         quick_sizes=_TINY_SEARCH,
     ),
     "leave-one-out": Group(
