@@ -419,7 +419,7 @@ def test_the_bar_is_drawn_every_second_and_names_the_step(monkeypatch, n_jobs):
 
 def test_the_bar_moves_with_the_epochs_of_a_training(monkeypatch):
     seen = []
-    monkeypatch.setattr(FitProgress, "epoch", lambda self, *epochs: seen.append(epochs))
+    monkeypatch.setattr(FitProgress, "epoch", lambda self, *counts: seen.append(counts[:2]))
     config = replace(resolve_candidate("linear_supcon").config, train=TrainConfig(epochs=3))
     with redirect_stderr(Screen()), FitProgress() as progress:
         select_adapter(*world(0), [("short", config)], n_folds=2, strengths=(1.0,), progress=progress)
