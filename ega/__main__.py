@@ -1,4 +1,4 @@
-"The start of the command `ega`, also as `python -m ega`: Ctrl-C while its modules load is one sentence."
+"Start of `ega`, also as `python -m ega`: Ctrl-C while its modules load is one sentence."
 
 import sys
 

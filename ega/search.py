@@ -316,7 +316,7 @@ def knn(
     k : int
         Number of neighbours of each query, at least 1; at most `nb` are returned.
     device : str or torch.device, default=None
-        Where the matrix product runs. None means CUDA when there is one, else the CPU (NumPy).
+        Where the matrix product runs. None means CUDA when there is one, else the CPU.
 
     Returns
     -------
@@ -424,7 +424,7 @@ def loo_knn(
     k : int
         Number of neighbours of each row, at least 1; at most n - 1 are returned.
     device : str or torch.device, default=None
-        Where the matrix product runs. None means CUDA when there is one, else the CPU (NumPy).
+        Where the matrix product runs. None means CUDA when there is one, else the CPU.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"The start of the command `ega-paper`, also as `python -m ega.experiments`: Ctrl-C while its modules load is one sentence."
+"Start of `ega-paper`, also as `python -m ega.experiments`: Ctrl-C while its modules load is one sentence."
 
 import sys
 

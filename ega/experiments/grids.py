@@ -103,16 +103,8 @@ class ResultStore:
             _remove_parts(self.parts, parts, self.ids())
 
 # %% ../../nbs/experiments/03_grids.ipynb #sweep
-_ROW_KEYS = (
-    "run_id",
-    "query_set",
-    "gallery_kind",
-    "epoch",
-    "nlist",
-    "nprobe",
-    "k",
-    "strength",
-)  # identify a row of any task
+# They identify a row of any task.
+_ROW_KEYS = ("run_id", "query_set", "gallery_kind", "epoch", "nlist", "nprobe", "k", "strength")
 _REQUIRED = ("run_id", "query_set", "benchmark", "method", "config")
 
 
@@ -299,7 +291,7 @@ GRIDS = {
     },
 }
 
-# Not among the experiments of GRIDS, whose results are all stored: it takes several core-hours and is still running.
+# Not in GRIDS, because its runs, of several core-hours, are not all stored.
 PAPER_SIZE = Grid("path", MAIN_BENCHMARKS, _SLOWEST_LAST, hidden=2048, epochs=150, seeds=(0,))
 
 # %% ../../nbs/experiments/03_grids.ipynb #run-grid

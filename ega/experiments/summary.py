@@ -155,9 +155,9 @@ def path_replicates(
     n_boot=1000,  # bootstrap replicates
     seed=0,  # of the bootstrap
 ):  # dict: (benchmark, query_set, gallery_kind, metric) -> DataFrame, (1 + n_boot) rows, columns (method, epoch)
-    """Values in points: the first row is the estimate, the others are replicates.
+    """LP@1 and capture rate in points with their bootstrap replicates, paired over methods, epochs and galleries.
 
-    A method that lacks a split of the frozen embeddings is left out."""
+    The first row is the estimate, the others are replicates. A method that lacks a split of frozen is left out."""
     if results.protocol.nunique() > 1:
         raise InputError(f"expected rows of one protocol, got {sorted(set(results.protocol))}; filter the rows first")
     replicates = {}
