@@ -768,7 +768,7 @@ def _read_adapter_file(
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise InputError(f"{path}: no such adapter; expected a file written by ega.adapters.save_adapter")
+        raise InputError(f"{path}: no such adapter; expected a file that save_adapter or EmbeddingAdapter.save wrote")
     if path.suffix == ".json":
         raise InputError(
             f"{path}: is a description, not an adapter; give its folder, or the .safetensors file beside it"

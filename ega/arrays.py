@@ -217,6 +217,11 @@ def _check_numeric(a, x, name):
         raise InputError(f"{name} must have shape (n, d), got {len(a)} vectors in one column; use np.stack({name})")
     if a.dtype.kind == "c":
         raise InputError(f"Complex data not supported: {name} must hold real numbers; use {name}.real")
+    if a.dtype.names:
+        raise InputError(
+            f"{name} must hold real numbers, got a structured array with the fields {', '.join(a.dtype.names[:5])}; "
+            f"make it a matrix with numpy.lib.recfunctions.structured_to_unstructured({name})"
+        )
     kind = f"objects such as {short_repr(first)}" if a.dtype.kind == "O" else f"dtype {a.dtype}"
     raise InputError(f"{name} must hold real numbers, got {kind}; convert it with .astype('float32')")
 
@@ -258,7 +263,7 @@ def check_embeddings(
         raise InputError(f"{name} must have shape (n, d), got {a.shape}; {advice}")
     if 0 in a.shape:
         raise InputError(f"{name} is empty: shape {a.shape}; expected at least one row and one column")
-    if dim is not None and a.shape[1] != dim:
+    if dim is not None and a.shape[1] != check_positive_int(dim, "dim"):
         raise InputError(f"{name} must have {dim} columns, got {a.shape[1]}; use embeddings from the same encoder")
     with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf, which is reported below
         single = np.ascontiguousarray(a, dtype=np.float32)
@@ -380,9 +385,14 @@ def check_labels(
     if a.dtype.kind == "f" and np.isfinite(a).all() and (a == np.floor(a)).all():
         a = a.astype(np.int64)
     if a.dtype.kind not in "iu":
-        raise InputError(
-            f"{name} must hold integer labels, got dtype {a.dtype}; number string labels with ega.arrays.encode_labels"
-        )
+        advice = "number texts with ega.arrays.encode_labels"
+        if a.dtype.kind == "f":
+            advice = "number the classes, such as with np.unique(y, return_inverse=True)"
+        if a.dtype.kind == "f" and np.isnan(a).any():
+            advice = f"label missing values -1, such as with np.where(np.isnan({name}), -1, {name})"
+        elif a.dtype.kind == "b":
+            advice = f"use {name}.astype(int)"
+        raise InputError(f"{name} must hold integer labels, got dtype {a.dtype}; {advice}")
     if n is not None and len(a) != n:
         raise InputError(f"{name} must have one label per row: {n} rows, {len(a)} labels")
     a = a.astype(np.int64)
@@ -456,6 +466,7 @@ def _label_array(y, n):
 _TYPE_ADVICE = {
     "bool": "use y.astype(int), in a file 0 and 1",
     "bytes": "decode them, such as with [v.decode() for v in y]",
+    "void": "pass one field of the structured array, such as y['label']",
 }
 
 

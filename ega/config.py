@@ -329,11 +329,11 @@ def check_method(
     similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.5)
     similar.sort(key=lambda name: name not in RECOMMENDED_METHODS)
     names = dict.fromkeys([*similar, "affine_nca", "wccn", "lda"])
-    expected, all_names = "a key of ega.config.METHODS", ""
+    expected, all_names = "a method must be a key of ega.config.METHODS", ""
     if list_all:
-        expected, all_names = "auto or the name of a method", f"; all names: {', '.join(others)}"
+        expected, all_names = "method must be auto or the name of a method", f"; all names: {', '.join(others)}"
     raise InputError(
-        f"method must be {expected}, such as {', '.join(names)}; got {short_repr(method)} (a loss "
+        f"{expected}, such as {', '.join(names)}; got {short_repr(method)} (a loss "
         f"or a method of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig))){all_names}"
     )
 

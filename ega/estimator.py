@@ -357,6 +357,10 @@ def _save_fit_row_hashes(hashes, path):
 
 def _load_fit_row_hashes(path, fingerprint):
     "Read the hashes of the fitted rows; InputError if the file was changed after it was saved."
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file; EmbeddingAdapter.save writes it beside the weights: copy all its files again"
+        )
     hashes = np.array(open_npy(path))
     if hash_arrays(hashes) != fingerprint:
         raise InputError(

@@ -300,6 +300,10 @@ def caveats(
     if len(drawn):
         counts = [f"{line.n_queries:,} of {line.n_rows:,} {line.group}" for line in drawn.itertuples()]
         notes.append(f"Queries were drawn at random: {', '.join(counts)}. Galleries are complete.")
+    few = table[table.n_queries < 30].drop_duplicates("group")
+    if len(few):
+        counts = [f"{line.n_queries} {line.group}" for line in few.itertuples()]
+        notes.append(f"Fewer than 30 queries ({', '.join(counts)}): the interval says little, and may be too narrow.")
     return notes
 
 

@@ -144,11 +144,23 @@ def _advice_on_adapter(adapter):
     "What to do with a value that is no adapter; empty if nothing is known."
     if hasattr(adapter, "steps"):
         return "; pass the step that adapts, such as pipeline[0]"
-    if isinstance(adapter, LinearMap) or hasattr(adapter, "fit"):
-        return "; fit it first"
+    if hasattr(adapter, "fit"):
+        return "; give it a number d and a text fingerprint" if _is_fitted(adapter) else "; fit it first"
     if isinstance(adapter, (torch.Tensor, float, int)):
         return "; make a matrix an array, such as with numpy.asarray"
     return ""
+
+
+def _is_fitted(estimator):
+    "Whether an object with `fit` has been fitted, by the rule of scikit-learn."
+    from sklearn.exceptions import NotFittedError
+    from sklearn.utils.validation import check_is_fitted
+
+    try:
+        check_is_fitted(estimator)
+    except (NotFittedError, TypeError):
+        return False
+    return True
 
 
 def _is_custom_adapter(adapter):

@@ -375,7 +375,7 @@ class Monitor(_MonitorState):
         Parameters
         ----------
         batch : (b, d) array
-            Raw queries.
+            Raw queries, none of them in the gallery: a row of the gallery finds itself, which counts as a change.
 
         Returns
         -------

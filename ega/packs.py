@@ -83,7 +83,7 @@ def _check_set(embeddings):
         raise InputError(f"meta must be a dictionary, got {embeddings.meta!r}")
     for name, a in (("ids", ids), ("split", split)):
         if a.shape != (len(x),):
-            raise InputError(f"{name} must have one entry per row: {len(x)} rows, {a.shape}")
+            raise InputError(f"{name} must have one entry per row, shape ({len(x)},); got shape {a.shape}")
     if len(set(ids.tolist())) < len(ids):
         most_common = Counter(ids.tolist()).most_common(1)[0][0]
         raise InputError(f"ids must be unique, {most_common!r} occurs more than once; number them")

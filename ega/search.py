@@ -188,6 +188,20 @@ def _squared_norms(x):
     return np.einsum("ij,ij->i", x, x)
 
 
+def _check_squared_norms(x, name):
+    "Raise `InputError` if squared distances, or sums on the way to them, can leave the range of float32."
+    limit = np.finfo(np.float32).max / 16
+    with np.errstate(over="ignore"):
+        if np.dot(x.ravel(), x.ravel()) < limit:  # the sum of all squares; reads the array once
+            return
+        bad = np.flatnonzero(~(_squared_norms(x) < limit))
+    if len(bad):
+        raise InputError(
+            f"{name} must have squared norms below {limit:.2g}, {len(bad)} of {len(x)} rows have larger ones, first "
+            f"row {bad[0]}; scale the rows first, such as with ega.normalize"
+        )
+
+
 def _shift_towards_zero(x, *others):
     """The arrays minus the mean of some rows of `x`, where this mean is long against the spread of the rows.
 
@@ -206,12 +220,6 @@ def _product(a, b, buffer):
         return linear(torch.from_numpy(a), torch.from_numpy(b)).numpy()
     return np.matmul(a, b.T, out=buffer[: len(a) * len(b)].reshape(len(a), len(b)))
 
-
-def _replace_nan(scores):
-    "Replace NaN by inf in place: rows whose squares leave the range of float32 are no neighbours."
-    if np.isnan(scores.min()):
-        scores[np.isnan(scores)] = np.inf
-
 # %% ../nbs/library/13_search.ipynb #candidates
 def _nearest_by_product(xq, xb, k, *, tile=None):
     "Row numbers and scores (nq, k) of the k nearest gallery rows by matrix product, in any order; -1 padded."
@@ -222,7 +230,6 @@ def _nearest_by_product(xq, xb, k, *, tile=None):
     n_rows = tile or min(len(xb), 2**20 // n_queries)  # 4 MB of scores
     buffer = np.empty(n_queries * n_rows, np.float32)
     rows, norms = np.arange(len(xb)), _squared_norms(xb)
-    in_range = np.isfinite(norms).all() and np.isfinite(_squared_norms(xq)).all()
     for i in range(0, len(xq), n_queries):
         minus_two_q = -2 * xq[i : i + n_queries]
         for j in range(0, len(xb), n_rows):
@@ -233,8 +240,6 @@ def _nearest_by_product(xq, xb, k, *, tile=None):
             else:
                 scores = _product(b, minus_two_q, buffer).T
             scores += norms[j : j + n_rows]
-            if not in_range:
-                _replace_nan(scores)
             _update_best(best[i : i + n_queries], scores, rows[j : j + n_rows])
     return _unpack(best)
 
@@ -327,7 +332,8 @@ def knn(
     Raises
     ------
     InputError
-        If an array is not a finite numeric matrix, the numbers of columns differ, or `k` is not a positive integer.
+        If an array is not a finite numeric matrix, the numbers of columns differ, squared distances can leave the
+        range of float32, or `k` is not a positive integer.
 
     See Also
     --------
@@ -348,6 +354,8 @@ def knn(
     """
     xb = check_embeddings(xb, "xb")
     xq = check_embeddings(xq, "xq", dim=xb.shape[1])
+    _check_squared_norms(xb, "xb")
+    _check_squared_norms(xq, "xq")
     k = min(check_positive_int(k, "k"), len(xb))
     b, q = _shift_towards_zero(xb, xq)
     I, _ = _nearest_in_threads(_to_device(q, device), _to_device(b, device), k)
@@ -362,7 +370,6 @@ def _nearest_others_by_product(x, k, *, tile=None):
     step = tile or max(256, min(1024, -(-len(x) // 3)))  # three blocks of rows at least: then a third is saved
     buffer = np.empty(step**2, np.float32)
     rows, norms = np.arange(len(x)), _squared_norms(x)
-    in_range = np.isfinite(norms).all()
     for i in range(0, len(x), step):
         here, minus_two_a = slice(i, i + step), -2 * x[i : i + step]
         for j in range(i, len(x), step):
@@ -370,8 +377,6 @@ def _nearest_others_by_product(x, k, *, tile=None):
             distances = _product(x[there], minus_two_a, buffer)  # (tile, tile)
             distances += norms[there, None]
             distances += norms[here]
-            if not in_range:
-                _replace_nan(distances)
             if i == j:
                 np.fill_diagonal(distances, np.inf)  # a row is not its own neighbour
             _update_best(best[here], distances.T, rows[there])
@@ -435,7 +440,8 @@ def loo_knn(
     Raises
     ------
     InputError
-        If `x` is not a finite numeric matrix or `k` is not a positive integer.
+        If `x` is not a finite numeric matrix, squared distances can leave the range of float32, or `k` is not a
+        positive integer.
 
     See Also
     --------
@@ -456,6 +462,7 @@ def loo_knn(
     [[1], [0], [0]]
     """
     x = check_embeddings(x)
+    _check_squared_norms(x, "x")
     k = min(check_positive_int(k, "k"), max(1, len(x) - 1))
     (shifted,) = _shift_towards_zero(x)
     I = _nearest_others_in_threads(_to_device(shifted, device), k)
@@ -473,18 +480,6 @@ def import_faiss() -> Any:  # the module faiss
     return faiss
 
 # %% ../nbs/library/13_search.ipynb #ivf-index
-def _check_squared_norms(x, name):
-    "Raise `InputError` if squared distances of rows leave the range of float32, which FAISS does not survive."
-    limit = np.finfo(np.float32).max / 4  # |a - b|^2 <= 4 max(|a|, |b|)^2
-    with np.errstate(over="ignore"):
-        bad = np.flatnonzero(~(_squared_norms(x) < limit))
-    if len(bad):
-        raise InputError(
-            f"{name} must have squared norms below {limit:.2g}, {len(bad)} of {len(x)} rows have larger ones, first "
-            f"row {bad[0]}; scale the rows first, such as with ega.normalize"
-        )
-
-
 def build_ivf(
     xb: np.ndarray,  # (nb, d) gallery
     *,

@@ -57,9 +57,7 @@ def resolve_candidate(
     try:
         name, config = candidate
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"a candidate must be a method name or (name, MethodConfig), got {short_repr(candidate)}"
-        ) from error
+        raise InputError(f"a method must be a name or (name, MethodConfig), got {short_repr(candidate)}") from error
     if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
         raise InputError(
             f"candidate {name!r} must come with a MethodConfig, got {type(config).__name__}; "

@@ -209,12 +209,10 @@ def _npy_header(n, d, dtype, comment):
 
 def _truncate_part(f, header, n_bytes):
     "Keep the first `n_bytes` behind the header of the open part file, cut off the rest and move there."
-    end = len(header) + n_bytes
-    if n_bytes and os.fstat(f.fileno()).st_size < end:
-        part = Path(f.name)
-        raise InputError(
-            f"{part} is shorter than its progress file records; delete it and {part.name}.json to start again"
-        )
+    end, part = len(header) + n_bytes, Path(f.name)
+    if n_bytes and (f.read(len(header)) != header or os.fstat(f.fileno()).st_size < end):
+        raise InputError(f"{part} is not what its progress file records; delete it and {part.name}.json to start again")
+    f.seek(0)
     f.write(header)
     f.truncate(end)
     f.seek(end)

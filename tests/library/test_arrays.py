@@ -115,6 +115,7 @@ def test_check_embeddings_accepts_every_container(tmp_path):
         (np.ones((2, 2), complex), "real numbers"),
         (np.array([[None, 1]]), "real numbers"),
         (np.ones((2, 2), bool), "real numbers"),
+        (np.zeros(2, [("a", "f4"), ("b", "f4")]), "fields a, b; make it a matrix with numpy.lib.recfunctions"),
         ([[1.0], [1.0, 2.0]], "rectangular"),
         ("text", "real numbers"),
         (None, "real numbers"),
@@ -129,6 +130,8 @@ def test_check_embeddings_rejects_bad_input(bad, message):
 def test_check_embeddings_checks_dim():
     with pytest.raises(InputError, match="xq must have 3 columns, got 2"):
         check_embeddings(np.ones((1, 2)), "xq", dim=3)
+    with pytest.raises(InputError, match="dim must be an integer >= 1, got '3'"):
+        check_embeddings(np.ones((1, 3)), dim="3")
 
 
 def test_check_unit_norm_reports_deviation_and_accepts_float16():
@@ -153,13 +156,13 @@ def test_check_labels_accepts_every_container(some):
         ([[0]], {}, "shape"),
         ([0, 1], {"n": 3}, "3 rows, 2 labels"),
         ([0, -2], {}, ">= -1"),
-        ([0.5], {}, "integer"),
-        ([np.nan], {}, "integer"),
+        ([0.5], {}, "integer labels, got dtype float64; number the classes"),
+        ([1, np.nan], {}, r"integer labels, got dtype float64; label missing values -1, .*np.isnan\(y\), -1, y"),
         (["a"], {}, "encode_labels"),
         ([0, 0], {"min_classes": 2}, "at least 2 classes, got 1"),
         ([-1, -1], {"min_classes": 1}, "got 0"),
         ([], {"min_classes": 1}, "got 0|integer"),
-        ([True, False], {}, "integer"),
+        ([True, False], {}, r"integer labels, got dtype bool; use y.astype\(int\)"),
     ],
 )
 def test_check_labels_rejects_bad_input(bad, kwargs, message):
@@ -262,6 +265,7 @@ def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
         (np.array([b"owl"]), None, "got bytes; decode"),
         ([True, False], None, r"got bool; use y.astype\(int\)"),
         (np.array([True]), None, "got bool"),
+        (np.zeros(2, [("a", "i4"), ("b", "i4")]), None, "got void; pass one field of the structured array"),
         (pd.Series([True, None], dtype="boolean"), None, "got bool"),
         (torch.tensor([True]), None, "got bool"),
         (np.array(["2020-01-01"], "M8[D]"), None, "got datetime64"),

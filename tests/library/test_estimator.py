@@ -590,7 +590,7 @@ def shorten_fit_rows(path):
         (lambda f: spoil(f, classes=[1, "a"]), "all integers or all texts"),
         (lambda f: spoil(f, classes=[1, 2**63]), "must fit in int64, got 9223372036854775808"),
         (lambda f: save_adapter(LinearAdapter(12), f / "adapter.safetensors"), "other weights"),
-        (lambda f: (f / "adapter.fit_rows.npy").unlink(), "no such file"),
+        (lambda f: (f / "adapter.fit_rows.npy").unlink(), "no such file; EmbeddingAdapter.save writes it"),
         (lambda f: (f / "adapter.fit_rows.npy").write_bytes(b"\x93NUMPY"), "cannot be read"),
         (lambda f: shorten_fit_rows(f / "adapter.fit_rows.npy"), "not the hashes of fitted rows"),
         (lambda f: spoil(f, fit_rows_fingerprint="0" * 64), "was changed after it was saved"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sklearn.decomposition
 import torch
 
 from ega import index as module
@@ -357,6 +358,9 @@ def filled_with_ids(factory):
         ),
         (lambda: AdaptedIndex(LINEAR).add(x[:2], {1, 2}), "2 integers or texts in an array or list, got set"),
         (lambda: AdaptedIndex(WCCN()), "got WCCN; fit it first"),
+        (lambda: AdaptedIndex(sklearn.decomposition.PCA()), "got PCA; fit it first"),
+        (lambda: AdaptedIndex(sklearn.decomposition.PCA(2).fit(x)), "got PCA; give it a number d"),
+        (lambda: AdaptedIndex("none"), "none: no such adapter; expected a file that save_adapter or EmbeddingAdapter"),
         (lambda: AdaptedIndex(torch.eye(D)), "got Tensor; make a matrix an array"),
         (lambda: AdaptedIndex(np.eye(D).tolist()), "make a matrix an array"),
         (lambda: AdaptedIndex(LINEAR).add(x[:1], [2**63 - 1]).add(x[1:2]), "got 9223372036854775808"),

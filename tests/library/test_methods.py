@@ -90,7 +90,7 @@ def test_default_epochs():
 
 @pytest.mark.parametrize("method", ("", "ega", "recipe", "supcon tau=0.1", None))
 def test_unknown_methods_are_refused(method):
-    with pytest.raises(InputError, match="method must be a key of .*; got"):
+    with pytest.raises(InputError, match="a method must be a key of .*; got"):
         build_method_config(method)
 
 

@@ -196,17 +196,15 @@ def test_keys_order_by_score_then_by_row_number():
     assert (I == -1).all() and np.isinf(found).all()
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_rows_with_squares_beyond_float32_hide_no_other_rows(k):
-    "Their scores are NaN or inf; the neighbours of the other rows are those of a gallery without them."
-    xq, xb = 1e15 * rows(40, 8, 35), 1e15 * rows(500, 8, 36)
-    huge = xb.copy()
-    huge[::50] *= 1e10
-    usual = np.flatnonzero(np.arange(500) % 50)
-    with np.errstate(over="ignore", invalid="ignore"):
-        found, left = knn(xq, huge, k, device="cpu"), loo_knn(huge, k, device="cpu")
-    assert (found.I == usual[knn(xq, xb[usual], k, device="cpu").I]).all()
-    assert (left.I[usual] == usual[loo_knn(xb[usual], k, device="cpu").I]).all()
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_longest_rows_that_are_accepted_give_finite_distances(offset):
+    "Also where all rows point the same way, so that their mean is subtracted first."
+    x = rows(60, 8, 35) + np.float32(20 * offset)
+    x *= np.float32(1.4e18) / np.linalg.norm(x, axis=1).max()
+    found, left = knn(x[:20], x[20:], 3, device="cpu"), loo_knn(x, 3, device="cpu")
+    assert (found.I == np.argsort(brute(x[:20], x[20:]), 1, kind="stable")[:, :3]).all()
+    assert np.isfinite(found.D).all() and np.isfinite(left.D).all()
 
 
 def test_loo_knn_of_one_row_is_padding():
@@ -462,6 +460,9 @@ def test_cuda_equals_cpu():
         (lambda x: ivf_sweep(x, x, nlist=3, nprobes=[], k=1), "nprobes must be a list of at least one integer"),
         (lambda x: ivf_sweep(x, x, nlist=3, nprobes=np.array([1]), k=1), "such as [1, 4], got ndarray of shape (1,)"),
         (lambda x: search.search(x, x, {"k": 1}), "config must be a SearchConfig, got {'k': 1}"),
+        (lambda x: knn(x, x * 1e38, 1), "xb must have squared norms below"),
+        (lambda x: knn(x * 1e20, x, 1), "xq must have squared norms below 2.1e+37, 30 of 30 rows"),
+        (lambda x: loo_knn(x * 1e20, 1), "x must have squared norms below"),
         (lambda x: ivf_sweep(x * 1e20, x * 1e20, nlist=3, nprobes=[1], k=1), "xb must have squared norms below"),
         (lambda x: ivf_sweep(x * 1e20, x, nlist=3, nprobes=[1], k=1), "xq must have squared norms below"),
     ],

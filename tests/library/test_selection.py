@@ -375,7 +375,7 @@ def test_arguments_out_of_range_are_named():
         (dict(n_jobs=1.5), "n_jobs"),
         (dict(candidates=["x"]), "method must be"),
         (dict(candidates=[("a", 1)]), "MethodConfig"),
-        (dict(candidates=[3]), "candidate"),
+        (dict(candidates=[3]), "a method must be a name or"),
         (dict(candidates="wccn"), r"write \('wccn',\)"),
         (dict(candidates=["wccn", ("wccn", own)]), "distinct names"),
         (dict(candidates=[("frozen", own)]), "reserved"),

@@ -502,10 +502,13 @@ def test_damaged_progress_or_part_file_is_rejected(tmp_path, small_blocks):
             transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     progress.write_text(valid)
     part.write_bytes(rows[:500])
-    with pytest.raises(InputError, match="shorter than its progress file"):
+    with pytest.raises(InputError, match="is not what its progress file records"):
+        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+    part.write_bytes(rows.replace(b"adapted by", b"ADAPTED BY"))  # the header of another version
+    with pytest.raises(InputError, match="is not what its progress file records"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.unlink()
-    with pytest.raises(InputError, match="shorter than its progress file"):
+    with pytest.raises(InputError, match="is not what its progress file records"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.write_bytes(rows + b"incomplete block")
     assert (
