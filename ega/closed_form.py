@@ -252,7 +252,12 @@ def class_statistics(
     """Statistics of the embeddings of a file, brought to norm 1.
 
     A .npy or .parquet file is read in blocks, so that the memory does not depend on the number of rows; a .npz or
-    .safetensors file is read as a whole. `merge` adds the statistics of several files.
+    .safetensors file is read as a whole. `merge` adds the statistics of several files, which may be read on several
+    machines. On a Ray cluster, with one task a file:
+
+        read_file = ray.remote(class_statistics)
+        parts = ray.get([read_file.remote(path, y) for path, y in files])
+        statistics = functools.reduce(ClassStatistics.merge, parts, ClassStatistics(d))
     """
     path = check_embeddings_file(path, column)
     if path.suffix in (".npy", ".parquet"):

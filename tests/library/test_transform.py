@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from test_runs import make_packs
 from ega import transform as transform_module
 from ega.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 from ega.arrays import InputError, as_unit_rows, normalize
+from ega.closed_form import ClassStatistics, class_statistics
 from ega.experiments import throughput
 from ega.experiments.grids import ResultStore, run_grid_ray
 from ega.experiments.runs import build_config, run_experiment
@@ -980,6 +982,20 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
         transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
     with pytest.raises(InputError, match="expected a folder of .npy and .parquet files"):
         transform_ray(f, tmp_path / "x/0.parquet", tmp_path / "0.parquet", device="cpu")
+
+
+@needs_ray
+def test_class_statistics_from_ray_tasks_are_those_of_all_files(cluster, tmp_path):
+    x, y = unit_rows(900, 16), np.arange(900) % 7
+    np.save(tmp_path / "a.npy", x[:500])
+    pq.write_table(pa.table({"v": list_array(x[500:])}), tmp_path / "b.parquet")
+    files = [(tmp_path / "a.npy", y[:500]), (tmp_path / "b.parquet", np.where(y[500:] == 3, -1, y[500:]))]
+    read_file = cluster.remote(class_statistics)
+    parts = cluster.get([read_file.remote(path, labels) for path, labels in files])
+    found = reduce(ClassStatistics.merge, parts, ClassStatistics(16))
+    expected = reduce(ClassStatistics.merge, [class_statistics(path, labels) for path, labels in files])
+    assert found.n == 900 - (y[500:] == 3).sum() and (found.counts == expected.counts).all()
+    assert found.squares.tobytes() == expected.squares.tobytes() and found.sums.tobytes() == expected.sums.tobytes()
 
 
 @needs_ray
