@@ -27,11 +27,19 @@ import torch
 
 import ega
 from ..adapters import interpolate, load_adapter, save_adapter, transform
-from ..arrays import InputError, spawn_rngs
-from ..config import METHODS, AdapterConfig, LossConfig, TrainConfig, check_method, config_to_dict
+from ..arrays import InputError, check_number, normalize, spawn_rngs
+from ega.config import (
+    METHODS,
+    AdapterConfig,
+    LossConfig,
+    TrainConfig,
+    check_method,
+    config_to_dict,
+    field_omitted_at_default,
+)
 from ..evaluation import label_hits
 from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
-from ..methods import fit_method
+from ..methods import fit_adapter, fit_method
 from ..metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..packs import row_split
 from ..search import Neighbours, ivf_sweep, knn, loo_knn
@@ -51,6 +59,8 @@ class RunConfig:
     protocol: str = "strict"  # key of PROTOCOLS
     split_seed: int = 42  # of classes, rows and folds
     seed: int = 0  # of initial weights, row order and triplets
+    center: bool = field_omitted_at_default(False)  # subtract the mean of the fit rows from all rows first
+    strength: float = field_omitted_at_default(1.0)  # between the start of the method and its end; task "path" only
 
     @property
     def run_id(self):
@@ -63,7 +73,7 @@ def _config_json(config):
 
 # %% ../../nbs/experiments/02_runs.ipynb #set
 def _override_setting(config, setting):
-    "The configuration with one field of its adapter, loss or training replaced, as in `tau=0.1`."
+    "The configuration with one setting replaced, as in `tau=0.1`."
     name, _, text = setting.partition("=")
     try:
         value = float(text)
@@ -78,9 +88,13 @@ def _override_setting(config, setting):
         if old is not None:
             changed = replace(part, **{name: type(old)(value)})
             return replace(config, **{part_name: changed})
+    if name == "center":
+        return replace(config, center=bool(value))
+    if name == "strength" and config.task == "path":
+        return replace(config, strength=check_number(value, "strength", minimum=0, maximum=1))
     raise InputError(
-        f"{config.method} has no setting {name!r}; "
-        "choose a field of its adapter, loss or training configuration that is not None"
+        f"{config.method} has no setting {name!r}; choose center, strength (task path), or a field of its adapter, "
+        "loss or training configuration that is not None"
     )
 
 # %% ../../nbs/experiments/02_runs.ipynb #config-of
@@ -146,7 +160,17 @@ def _load_and_split(config, packs):
             f"the protocol {config.protocol} searches rows of the lengths the encoder gave them, "
             "but packs hold unit rows; choose another protocol"
         )
-    return _Data(es, unseen, build_split(config, es, unseen), protocol)
+    data = _Data(es, unseen, build_split(config, es, unseen), protocol)
+    return _subtract_mean(data) if config.center else data
+
+
+def _subtract_mean(data):
+    "The rows minus the mean of the fit rows, brought to norm 1 again."
+    mean = data.es.x[data.split.fit].mean(0)
+    es = replace(data.es, x=normalize(data.es.x - mean))
+    if data.unseen is data.es:
+        return data._replace(es=es, unseen=es)
+    return data._replace(es=es, unseen=replace(data.unseen, x=normalize(data.unseen.x - mean)))
 
 
 def _prepare(config, packs, checkpoint, device):
@@ -350,6 +374,8 @@ def evaluate_path(
     "LP@1 and capture rate in both galleries, at the start of a training (epoch 0) and after each of `PATH_EPOCHS`."
     data = _load_and_split(config, packs)
     fit, joint, tables = data.split.fit, _join_rows(data), []
+    if config.strength != 1:
+        return pd.DataFrame(_rows_at_strength(config, data, joint, device))
     with _snapshot_folder(checkpoint) as folder:
 
         def save_snapshot(epoch, _, adapter):
@@ -405,6 +431,15 @@ def _path_rows(config, data, rows, z, training, is_last):
         )
         table.append(origin | training | row)
     return table
+
+
+def _rows_at_strength(config, data, rows, device):
+    "The stored rows of a fitted method at a strength other than 1; those of a trained one are of its last epoch."
+    fit, start, none = data.split.fit, time.monotonic(), float("nan")
+    adapter = fit_adapter(config, data.es.x[fit], data.es.y[fit], strength=config.strength, device=device)
+    training = dict(epoch=config.train.epochs if config.train else 0, active_ratio=none, loss=none)
+    z = transform(adapter, rows.x, device=device)
+    return _path_rows(config, data, rows, z, training | {"seconds": time.monotonic() - start}, is_last=True)
 
 # %% ../../nbs/experiments/02_runs.ipynb #over-settings
 INDEX_SETTINGS = {"nlist": (10, 32, 100), "nprobe": (1, 2, 5, 10, 32, 100), "k": (1, 3, 5, 10)}

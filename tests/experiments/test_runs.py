@@ -17,7 +17,9 @@ from test_benchmarks import alive, children
 
 from ega import search
 from ega.arrays import InputError, normalize
+from ega.closed_form import DiscriminantWhitening
 from ega.config import METHODS, parse_config
+from ega.evaluation import label_hits
 from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
@@ -99,6 +101,9 @@ def test_unknown_names_are_refused(packs):
         (dict(method="x"), "method must be a key of"),
         (dict(method="supcon tau=warm"), "name=number, got 'tau=warm'"),
         (dict(method="supcon tau"), "name=number"),
+        (dict(method="supcon rho=1"), "no setting 'rho'; choose center, strength"),
+        (dict(method="supcon strength=0.5"), "no setting 'strength'"),
+        (dict(method="supcon strength=2", task="path"), "strength must be"),
     ):
         with pytest.raises(InputError, match=words):
             build_config(**(dict(task="unseen", benchmark="cub100", method="ega_paper") | change))
@@ -636,6 +641,40 @@ def test_mixed_gallery_of_a_path_equals_a_search_by_hand(packs, benchmark):
     same = y[nearest] == other.y[split.unseen_queries[some]] + 1000 * (es is not other)
     assert row.gallery == len(x) and np.mean(np.round(row.hit[some]) == same) > 0.99  # ties are averaged
     assert np.mean(row.captured[some] == (nearest < len(split.fit))) > 0.99
+
+
+@pytest.mark.parametrize("benchmark", ["cub100", "tiny200>cifar10"])
+def test_centred_rows_are_minus_the_mean_of_the_fit_rows(packs, benchmark):
+    rows = path_rows(packs, "frozen center=1", benchmark)
+    config = build_config("path", benchmark, "frozen")
+    es, other = load_embedding_sets(config, packs)
+    split = build_split(config, es, other)
+    x = other.x[split.unseen_queries] - es.x[split.fit].mean(0)
+    found = search.loo_knn(normalize(x), 1, device="cpu")
+    y = other.y[split.unseen_queries]
+    assert (np.float32(y[found.I[:, 0]] == y) == rows.hit["unseen", "own", 0]).mean() > 0.99  # ties are averaged
+    frozen = path_rows(packs, "frozen", benchmark)
+    assert (frozen.lp_at_1 != rows.lp_at_1).any() and (frozen.run_id != rows.run_id).all()
+    assert (rows.displacement == 0).all()  # centring is part of the data
+    trained = path_rows(packs, "supcon center=1", benchmark, epochs=1)
+    assert np.array_equal(trained.hit["unseen", "mixed", 0], rows.hit["unseen", "mixed", 0])
+    assert (trained.xs(1, level="epoch").displacement > 0).all()
+
+
+def test_a_path_at_a_strength_is_the_map_of_that_strength(packs):
+    config = build_config("path", "cub100", "discriminant_whitening strength=0.3")
+    es, _ = load_embedding_sets(config, packs)
+    split = build_split(config, es, es)
+    z = DiscriminantWhitening(0.3).fit(es.x[split.fit], es.y[split.fit]).transform(es.x)
+    found = label_hits(z, es.y, split.unseen_queries, np.union1d(split.fit, split.unseen_gallery))
+    row = path_rows(packs, config.method, "cub100").loc["unseen", "mixed", 0]
+    assert np.mean(row.hit == found.hit) > 0.99 and np.isclose(row.lp_at_1, found.hit.mean(), atol=0.005)
+    whole, half = (path_rows(packs, f"whitened_supcon strength={s}", "cub100", epochs=2) for s in (1, 0.5))
+    assert len(whole) == 12 and set(half.index.get_level_values("epoch")) == {2}
+    start = path_rows(packs, "whitened_supcon strength=0", "cub100", epochs=2)
+    assert np.mean(start.hit["seen", "own", 2] == whole.hit["seen", "own", 0]) > 0.99
+    displacements = [rows.displacement["seen", "own", 2] for rows in (start, half, whole)]
+    assert len(set(displacements)) == 3 and np.isclose(displacements[0], whole.displacement["seen", "own", 0])
 
 
 def test_replicates_of_a_path_are_paired_means_of_its_queries(packs):
