@@ -24,7 +24,15 @@ from ega.experiments import grids, runs
 from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
 from ega.experiments.runs import RunConfig, build_config, run_experiment
-from ega.experiments.summary import choose_settings, format_summary, path_replicates, provenance, summarize
+from ega.experiments.summary import (
+    add_mean_over_benchmarks,
+    choose_settings,
+    format_summary,
+    path_changes,
+    path_replicates,
+    provenance,
+    summarize,
+)
 from ega.methods import fit_method
 from ega.metrics import cosine_std_of_negative_pairs
 from ega.packs import EmbeddingSet, path_of_pack, write_pack
@@ -696,6 +704,32 @@ def test_replicates_of_a_path_are_paired_means_of_its_queries(packs):
         assert values["supcon", 2].iloc[1:].std() > 0
     with pytest.raises(InputError, match="frozen is missing"):
         path_replicates(rows[rows.method != "frozen"])
+
+
+def test_changes_of_a_path_and_their_mean_over_benchmarks(packs):
+    configs = [
+        build_config("path", b, m, split_seed=0)
+        for b in ("tiny200", "tiny200>cifar10", "cub100")
+        for m in ("frozen", "wccn")
+    ]
+    rows = pd.concat([run_experiment(c, packs, device="cpu") for c in configs], ignore_index=True)
+    replicates = path_replicates(rows, n_boot=50)
+    table = path_changes(add_mean_over_benchmarks(replicates))
+    keys = ["benchmark", "query_set", "gallery_kind", "metric", "method"]
+    table = table.set_index(keys)
+    tiny, cifar, cub, mean = (table.loc[b] for b in ("tiny200", "tiny200>cifar10", "cub100", "mean"))
+    wccn = ("own", "lp_at_1", "wccn")
+    assert np.isclose(
+        mean.change[("unseen", *wccn)], np.mean([t.change[("unseen", *wccn)] for t in (tiny, cifar, cub)])
+    )
+    of_tiny = (tiny.change[("seen", *wccn)] + cifar.change[("seen", *wccn)]) / 2
+    assert np.isclose(mean.change[("seen", *wccn)], (of_tiny + cub.change[("seen", *wccn)]) / 2)
+    values = replicates["cub100", "unseen", "own", "lp_at_1"]
+    change = values["wccn", 0] - values["frozen", 0]
+    assert np.isclose(cub.change[("unseen", *wccn)], change[0]) and change[0] != 0
+    assert np.isclose(cub.low[("unseen", *wccn)], np.percentile(change[1:], 2.5))
+    frozen = table.xs("frozen", level="method")
+    assert (frozen[["change", "low", "high"]] == 0).all(axis=None)
 
 
 def test_killed_path_resumes_with_the_same_rows(packs, tmp_path, monkeypatch):
