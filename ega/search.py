@@ -188,17 +188,25 @@ def _squared_norms(x):
     return np.einsum("ij,ij->i", x, x)
 
 
+_SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, np.finfo(np.float32).max / 16  # of norms, far enough from the limits
+
+
 def _check_squared_norms(x, name):
     "Raise `InputError` if squared distances, or sums on the way to them, can leave the range of float32."
-    limit = np.finfo(np.float32).max / 16
     with np.errstate(over="ignore"):
-        if np.dot(x.ravel(), x.ravel()) < limit:  # the sum of all squares; reads the array once
+        if _SMALLEST_SQUARE < np.dot(x.ravel(), x.ravel()) < _LARGEST_SQUARE:  # of all rows; reads the array once
             return
-        bad = np.flatnonzero(~(_squared_norms(x) < limit))
+        norms = _squared_norms(x)
+    bad = np.flatnonzero(~(norms < _LARGEST_SQUARE))
     if len(bad):
         raise InputError(
-            f"{name} must have squared norms below {limit:.2g}, {len(bad)} of {len(x)} rows have larger ones, first "
-            f"row {bad[0]}; scale the rows first, such as with ega.normalize"
+            f"{name} must have squared norms below {_LARGEST_SQUARE:.2g}, {len(bad)} of {len(x)} rows have larger "
+            f"ones, first row {bad[0]}; scale the rows first, such as with ega.normalize"
+        )
+    if norms.max() <= _SMALLEST_SQUARE and x.any():
+        raise InputError(
+            f"{name} must have squared norms above {_SMALLEST_SQUARE:g}, the largest is {norms.max():.2g}; scale the "
+            "rows first, such as with ega.normalize"
         )
 
 

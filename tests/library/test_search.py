@@ -207,6 +207,13 @@ def test_the_longest_rows_that_are_accepted_give_finite_distances(offset):
     assert np.isfinite(found.D).all() and np.isfinite(left.D).all()
 
 
+def test_the_shortest_rows_that_are_accepted_are_told_apart():
+    x = 1e-14 * rows(40, 8, 36)
+    assert (knn(x, x, 1, device="cpu").I[:, 0] == np.arange(40)).all()
+    assert (loo_knn(x, 3, device="cpu").I == loo_knn(1e14 * x, 3, device="cpu").I).all()
+    assert (knn(np.zeros((2, 8)), x[:3], 1, device="cpu").I < 3).all()  # a row of zeros is a point like any other
+
+
 def test_loo_knn_of_one_row_is_padding():
     found = loo_knn(rows(1, 3), 2, device="cpu")
     assert (found.I == -1).all() and np.isinf(found.D).all()
@@ -463,6 +470,10 @@ def test_cuda_equals_cpu():
         (lambda x: knn(x, x * 1e38, 1), "xb must have squared norms below"),
         (lambda x: knn(x * 1e20, x, 1), "xq must have squared norms below 2.1e+37, 30 of 30 rows"),
         (lambda x: loo_knn(x * 1e20, 1), "x must have squared norms below"),
+        (lambda x: knn(x, x * 1e-23, 1), "xb must have squared norms above 1e-30"),
+        (lambda x: knn(x * 1e-16, x, 1), "xq must have squared norms above 1e-30, the largest is 1e-32"),
+        (lambda x: loo_knn(x * 1e-22, 1), "x must have squared norms above"),
+        (lambda x: ivf_sweep(x * 1e-23, x * 1e-23, nlist=3, nprobes=[1], k=1), "xb must have squared norms above"),
         (lambda x: ivf_sweep(x * 1e20, x * 1e20, nlist=3, nprobes=[1], k=1), "xb must have squared norms below"),
         (lambda x: ivf_sweep(x * 1e20, x, nlist=3, nprobes=[1], k=1), "xq must have squared norms below"),
     ],
