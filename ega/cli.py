@@ -81,6 +81,14 @@ def _check_device(device):
         pick_device(device)
 
 
+def _check_not_adapted(path, column=None):
+    "Raise `InputError` if a .npy or .parquet file records that its vectors were adapted."
+    from ega.vectors import check_not_adapted, open_vectors
+
+    if str(path).endswith((".parquet", ".npy")):
+        check_not_adapted(open_vectors(path, column=column))
+
+
 def _is_exchanged(source, labels):
     "Whether the file named as labels holds a matrix, and the one named as embeddings can hold labels."
     from ega.arrays import InputError
@@ -108,6 +116,7 @@ def _check_data(args):
         raise InputError(
             f"{args.source}: expected embeddings, which {args.labels} holds; the embeddings come first, then the labels"
         ) from error
+    _check_not_adapted(args.source, args.column)
     if args.labels is not None:
         if args.unlabelled and not Path(args.labels).exists():
             raise InputError(f"{args.labels}: no such file of labels; {_ONE_VALUE}")
@@ -201,13 +210,15 @@ def _check_transform(args):
     "Check the arguments of `ega transform`."
     from ega.arrays import InputError, check_installed
     from ega.files import check_output
-    from ega.vectors import open_vectors
+    from ega.vectors import check_not_adapted, open_vectors
 
     _check_adapter(args.adapter)
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)
     if source.is_file():
-        open_vectors(source, column=args.column)
+        check_not_adapted(open_vectors(source, column=args.column))
+    else:
+        _check_folder_name(args.out)
     resumes = Path(f"{out}.part.json").exists()
     if out.exists() and not resumes:
         raise InputError(f"{out} exists already; remove it or choose another target")
@@ -235,16 +246,19 @@ def _check_migrate(args):
 
     _check_adapter(args.adapter)
     if isinstance(args.activate, str):
-        flags = {"--vectors": args.vectors, "--index-factory": args.index_factory}
+        flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
     _check_store_path(args.store)
     _check_folder_name(args.store)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
+        _check_not_adapted(args.vectors, args.column)
     else:
         _check_exists(args.store, f"{_STORE}; --vectors makes one")
+        _refuse({"--column": args.column}, "without --vectors")
     if Path(args.store).suffix == ".lance":
-        _refuse({"--index-factory": args.index_factory}, "for a LanceDB table")
+        flags = {"--index-factory": args.index_factory, "--column": args.column}
+        _refuse(flags, "for a LanceDB table")
         if args.vectors and Path(args.vectors).suffix != ".parquet":
             raise InputError(
                 f"{args.vectors}: expected a pack (.parquet), from which rows are added to a LanceDB table"
@@ -268,6 +282,7 @@ def _check_search(args):
         check_encoder(args.encoder)
     else:
         check_embeddings_file(args.queries, args.column)
+        _check_not_adapted(args.queries, args.column)
     _check_store(args)
 
 # %% ../nbs/library/30_cli.ipynb #info
@@ -369,21 +384,6 @@ def _embed(args):
         print(f"skipped {name}: {reason}", file=sys.stderr)
     print(f"{result.rows} rows in {result.path}")
 
-# %% ../nbs/library/30_cli.ipynb #adapted-files
-def _adapters_of(path, column):
-    "The adapters that a file of vectors records, see `ega.vectors.VectorFile`; an archive records none."
-    from ega.vectors import open_vectors
-
-    return open_vectors(path, column=column).adapted_by if path.endswith((".parquet", ".npy")) else ()
-
-
-def _refuse_adapted(path, column, fingerprint):
-    "Raise `InputError` if a file records that its vectors were adapted by the adapter with this fingerprint."
-    from ega.vectors import check_not_adapted, open_vectors
-
-    if path.endswith((".parquet", ".npy")):
-        check_not_adapted(open_vectors(path, column=column), fingerprint)
-
 # %% ../nbs/library/30_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
@@ -400,7 +400,10 @@ def _read_inputs(args, fitted_classes=()):
         if y is not None:
             return x, y
         if not is_table:
-            raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
+            raise InputError(
+                f"{args.source} is not a pack, so its labels are not known; name a .npy, .csv or .parquet file of "
+                "labels after it"
+            )
     is_text = any(isinstance(name, str) for name in fitted_classes)
     read = partial(
         read_labels, args.labels or args.source, args.label_column, unlabelled=args.unlabelled, as_texts=is_text
@@ -452,12 +455,6 @@ def _fit(args):
         print(
             f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} class{'es' * (len(classes) != 1)}",
             flush=True,
-        )
-    if applied := _adapters_of(args.source, args.column):
-        print(
-            f"note: the vectors in {args.source} were adapted already, by the adapter {', '.join(applied)}; the new "
-            "adapter is for vectors that were adapted in the same way",
-            file=sys.stderr,
         )
     from ega.estimator import EmbeddingAdapter
 
@@ -568,7 +565,6 @@ def _evaluate(args):
     from ega.evaluation import evaluate, format_evaluation
 
     adapter = EmbeddingAdapter.load(args.adapter)
-    _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
@@ -586,7 +582,6 @@ def _report(args):
     from ega.report import write_report
 
     adapter = EmbeddingAdapter.load(args.adapter)
-    _refuse_adapted(args.source, args.column, adapter.fingerprint_)
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     comparison = write_report(
@@ -659,12 +654,9 @@ def _migrate(args):
 
 def _migrate_table(args, store):
     "Migrate a LanceDB table, or activate a column of it."
-    from ega.index import as_transform
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
     from ega.packs import read_pack
 
-    if args.vectors:
-        _refuse_adapted(args.vectors, None, as_transform(args.adapter).fingerprint)
     table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
     previous = active_column(table)
     version = args.activate if isinstance(args.activate, str) else migrate_table(table, args.adapter)
@@ -696,6 +688,7 @@ def _build_index(args, indexes):
         return indexes.migrate(
             args.adapter,
             args.vectors,
+            column=args.column,
             index_factory=args.index_factory or "Flat",
             progress=_show_progress(args),
         )
@@ -710,7 +703,6 @@ def _build_index(args, indexes):
 # %% ../nbs/library/30_cli.ipynb #asked
 def _read_queries(args):
     "Unit embeddings of the queries, not adapted, and the name of each."
-    from ega.index import as_transform
     from ega.packs import read_pack
 
     if args.encoder:
@@ -726,7 +718,6 @@ def _read_queries(args):
     from ega.arrays import check_and_normalize
     from ega.vectors import open_vectors, read_embeddings
 
-    _refuse_adapted(args.queries, args.column, as_transform(args.adapter).fingerprint)
     if args.queries.endswith(".parquet") and open_vectors(args.queries, column=args.column).pack:
         es = read_pack(args.queries)
         return es.x, es.ids.tolist()
@@ -1025,7 +1016,7 @@ def _evaluate_arguments(command):
     _add_json_and_quiet(command, quiet=False)
     command.epilog = (
         "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
-        "searched among rows of the same kind or in a mixed gallery of seen and unseen classes. change has a 95 % "
+        "searched among all rows of seen classes, all rows of unseen classes, or both (mixed). change has a 95 % "
         "interval from low to high. capture is the share of unseen queries answered by a seen class."
     )
 
@@ -1057,6 +1048,7 @@ def _migrate_arguments(command):
         help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
         "added if the table lacks them",
     )
+    add("--column", help=f"FAISS: {MATRIX_COLUMN_HELP}")
     add("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: Flat)")
     add(
         "--activate",

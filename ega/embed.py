@@ -296,7 +296,7 @@ def _check_shard(shard, source, on_error):
     "Raise `InputError` for an input that was left out, unless such inputs are to be skipped."
     if len(shard.skipped) and on_error == "raise":
         name, reason = source.ids[shard.skipped[0]], shard.reasons[0]
-        raise InputError(f"{name} cannot be encoded ({reason}); repair it or pass on_error='skip'")
+        raise InputError(f"{name} cannot be encoded ({reason}); repair it, or pass on_error='skip' (--on-error skip)")
     return shard
 
 # %% ../nbs/library/08_embed.ipynb #embed

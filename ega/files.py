@@ -260,10 +260,10 @@ def _decode_table(raw):
     "The text in the bytes of a table: UTF-8, or UTF-16 with its mark at the beginning; or raise ValueError."
     try:
         text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it holds NUL characters")
     except ValueError as error:
         raise ValueError("it is not UTF-8 text: in Excel save it as 'CSV UTF-8'") from error
+    if "\0" in text:
+        raise ValueError("it has NUL characters, damaged or not UTF-8: in Excel save it as 'CSV UTF-8'")
     if not text.strip("\r\n"):
         raise ValueError("it is empty")
     return text.lstrip("\r\n")

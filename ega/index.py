@@ -590,7 +590,8 @@ class AdaptedIndex(_IndexFiles):
 
     Notes
     -----
-    Distances are squared L2 between unit rows. `index` is the FAISS index, `ids` the ids of its rows.
+    Distances are those of the FAISS index: squared L2 between unit rows, approximate where the index compresses or
+    projects them; those of "LSH" count differing bits. `index` is the FAISS index, `ids` the ids of its rows.
 
     See Also
     --------
@@ -956,7 +957,7 @@ def _build_version(folder, m, source, index_factory, ids, column, batch_size, pr
     "Adapt a file of raw embeddings and build a version from it; what is finished is not computed again."
     name = m.fingerprint[:16]
     rows, index = open_vectors(source, m.input_dim, column), AdaptedIndex(m, index_factory)
-    check_not_adapted(rows, m.fingerprint)
+    check_not_adapted(rows)
     _check_lists(index.index, rows.n)
     ids = _source_ids(source, rows, ids)
     call = json.dumps([*file_stat_key(source), rows.column])

@@ -133,7 +133,8 @@ def _check_id_type(table, id_column):
     kind = table.schema.field(id_column).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(
-            f"column {id_column!r} must hold integers or texts, got {kind}; name another column with id_column="
+            f"column {id_column!r} must hold integers or texts, got {kind}; name another column in Python with "
+            "id_column="
         )
 
 
@@ -144,7 +145,7 @@ def _check_columns(table, id_column, vector_column, dim):
     if vector_column not in names or id_column not in names:
         raise InputError(
             f"the table must have the columns {id_column!r} and {vector_column!r}, got {', '.join(names)}; "
-            "name others with id_column= and vector_column="
+            "rename them, or name others in Python with id_column= and vector_column="
         )
     _check_id_type(table, id_column)
     kind, width = table.schema.field(vector_column).type, _vector_width(table, vector_column)
@@ -165,7 +166,7 @@ def _check_no_missing_ids(ids, id_column):
     if ids.null_count:
         raise InputError(
             f"column {id_column!r} must hold an id in every row, {ids.null_count} are missing; fill them in, or name "
-            "another column with id_column="
+            "another column in Python with id_column="
         )
 
 
@@ -197,8 +198,8 @@ def _add_adapted_column(table, column, m, id_column, vector_column, batch_size):
     n_repeated = len(ids) - len(ids.unique())
     if n_repeated:
         raise InputError(
-            f"the values of column {id_column!r} must be distinct, {n_repeated} are repeated; "
-            "name another column with id_column="
+            f"the values of column {id_column!r} must be distinct, {n_repeated} are repeated; make them distinct, or "
+            "name another column in Python with id_column="
         )
     query = table.search().where(f"{vector_column} IS NOT NULL").select([id_column, vector_column])
     for rows in query.to_batches(batch_size):

@@ -32,6 +32,7 @@ from ega.arrays import (
     defer_sigint,
     import_optional,
     pick_device,
+    short_repr,
 )
 from .files import READ_ERRORS, check_path, file_lock, read_json, read_npy_comment, short_error
 from .packs import dequantize, open_parquet, quantize
@@ -103,6 +104,14 @@ class _Progress(NamedTuple):
     complete: bool  # the target has its final name
 
 
+def _list_changes(earlier, expected, differing):
+    "What an earlier run had otherwise: settings with both values, the rest by name."
+    changes = [f"another {name}" for name in differing if name != "settings"]
+    was, now = earlier.get("settings") or {}, expected["settings"]
+    changes += [f"{name} {short_repr(was.get(name))}, not {now[name]!r}" for name in now if was.get(name) != now[name]]
+    return " and ".join(changes)
+
+
 def _check_progress(found, provenance, part, path):
     "Raise `InputError` unless the content of a progress file is valid and has this provenance."
     rows, earlier = found.get("rows"), found.get("provenance")
@@ -115,7 +124,7 @@ def _check_progress(found, provenance, part, path):
     expected = json.loads(json.dumps(provenance))  # tuples become lists, as in the file
     if differing := [k for k in expected if earlier.get(k) != expected[k]]:
         raise InputError(
-            f"{part} was started with a different {' and '.join(differing)}; repeat that call to finish it, "
+            f"{part} was started with {_list_changes(earlier, expected, differing)}; repeat that call to finish it, "
             f"choose another target, or delete {part.name} and {path.name} to start again"
         )
 
@@ -477,13 +486,6 @@ def _open_shards(
     return [open_vectors(f, dim, column) for f in files]
 
 
-def _refuse_adapted(adapter, shards):
-    "Raise `InputError` if one of the files records that this adapter was applied to it."
-    fingerprint = adapter_fingerprint(adapter)
-    for shard in shards:
-        check_not_adapted(shard, fingerprint)
-
-
 @contextmanager
 def _target_folder(adapter, shards, target, options):
     "Give the folder to write to, renamed to the target when the block succeeds; None when the target is complete."
@@ -638,7 +640,7 @@ def transform_file(
     InputError
         If an argument is not allowed, a file cannot be read, a row is not finite or has norm 0 (the message has its
         number), the target exists, an unfinished target was started with other inputs, or the source records
-        that this adapter was applied to it already.
+        that an adapter was applied to it already.
     OSError
         If writing fails. The rows written so far are kept.
 
@@ -677,7 +679,8 @@ def transform_file(
     else:
         shards = [open_vectors(source_path, module.d, column)]
         transform_all = partial(_transform_one, module, shards[0])
-    _refuse_adapted(module, shards)
+    for shard in shards:
+        check_not_adapted(shard)
     n_rows = sum(shard.n for shard in shards)
     with _progress_bar(n_rows, progress) as advance:
         resumed = transform_all(target_path, options, advance)
@@ -740,7 +743,8 @@ def transform_ray(
     if not source_path.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")
     shards = _open_shards(source_path, module.d, column)
-    _refuse_adapted(module, shards)
+    for shard in shards:
+        check_not_adapted(shard)
     n_rows = resumed = sum(shard.n for shard in shards)
     adapter_path = str(Path(adapter).resolve())
     with ray_cluster(address), _target_folder(module, shards, target_path, options) as folder:

@@ -79,7 +79,7 @@ def open_npy_vectors(
         advice = "name the file of embeddings" if header.dtype.kind in "US" else "convert it with .astype('float32')"
         raise InputError(f"{path}: expected embeddings, which are real numbers, got dtype {header.dtype}; {advice}")
     if header.ndim != 2 or 0 in header.shape:
-        advice = "save a matrix with at least one row"
+        advice = "save a matrix with at least one row and one column"
         if header.ndim == 1:
             advice = (
                 "name the file of embeddings; one vector is saved as x[None], labels are named after the embeddings"
@@ -282,13 +282,12 @@ def open_vectors(
 
 def check_not_adapted(
     vectors: VectorFile,
-    fingerprint: str,  # of an adapter
 ) -> None:
-    "Raise `InputError` if a file records that its vectors were adapted by this adapter, as `ega.transform` writes it."
-    if fingerprint[:16] in vectors.adapted_by:
+    "Raise `InputError` if a file records that its vectors were adapted, as `ega.transform` writes it."
+    if vectors.adapted_by:
         raise InputError(
-            f"{vectors.path}: expected vectors that are not adapted, but the file records that this adapter "
-            f"({fingerprint[:12]}) adapted them; use the file they were computed from"
+            f"{vectors.path}: expected vectors that are not adapted, but the file records that the adapter "
+            f"{' and then '.join(vectors.adapted_by)} adapted them; use the file they were computed from"
         )
 
 # %% ../nbs/library/05_vectors.ipynb #iter-unit-batches
@@ -501,26 +500,36 @@ def read_labels(
     return _read_csv_labels(path, column, n, unlabelled, as_texts)
 
 # %% ../nbs/library/05_vectors.ipynb #d3103b2b
+_ID_COLUMNS = ("id", "", "__index_level_0__")  # the last two: how pandas writes an index, in CSV and in Parquet
+
+
 def _read_ids(path):
-    "The column `id` of a .csv or .parquet file as texts, None if there is none."
+    "The name and the texts of the column of ids of a .csv or .parquet file; None and None if there is none."
     if path.suffix.lower() in _TABLE_ENDINGS:
-        return read_csv_columns(path, "labels in a .csv file").get("id")
-    if path.suffix != ".parquet" or open_parquet(path).schema_arrow.names.count("id") != 1:
-        return None
-    return [str(value) for t in iter_tables(path, ["id"], 0, 2**16) for value in t["id"].to_pylist()]
+        columns = read_csv_columns(path, "labels in a .csv file")
+        name = next((name for name in _ID_COLUMNS if name in columns), None)
+        return name, columns.get(name)
+    if path.suffix != ".parquet":
+        return None, None
+    names = open_parquet(path).schema_arrow.names
+    name = next((name for name in _ID_COLUMNS if names.count(name) == 1), None)
+    if name is None:
+        return None, None
+    return name, [str(value) for t in iter_tables(path, [name], 0, 2**16) for value in t[name].to_pylist()]
 
 
 def check_same_order(source: Path | str, labels: Path | str) -> None:
-    """Raise `InputError` if the columns `id` of two files differ.
+    """Raise `InputError` if the columns of ids of two files differ.
 
-    Labels are joined to embeddings by position, so those of another order would go to other rows.
+    Labels are joined to embeddings by position, so those of another order would go to other rows. Ids stand in a
+    column `id`, or in the index that pandas wrote.
 
     Parameters
     ----------
     source : path-like
-        File of embeddings. Without a column `id`, the numbers of its rows are its ids.
+        File of embeddings. Without a column of ids, the numbers of its rows are its ids.
     labels : path-like
-        File of labels. Without a column `id` nothing is compared.
+        File of labels. Without a column of ids nothing is compared.
 
     Raises
     ------
@@ -542,7 +551,9 @@ def check_same_order(source: Path | str, labels: Path | str) -> None:
     ...     check_same_order(first, second)
     """
     source, labels = check_path(source, "source"), check_path(labels, "labels")
-    ids, expected = _read_ids(labels), _read_ids(source)
+    (name, ids), (name_in_source, expected) = _read_ids(labels), _read_ids(source)
+    if (name == "id") != (name_in_source == "id"):
+        expected = None  # the index of a DataFrame is compared with another index only
     if ids is None or ids == expected or len(ids) != len(expected or ids):
         return
     numbers = [str(i) for i in range(len(ids))]
@@ -552,18 +563,19 @@ def check_same_order(source: Path | str, labels: Path | str) -> None:
         expected = numbers if sorted(ids) == sorted(numbers) else ids
     if ids == expected:
         return
+    column = "the column 'id'" if name == "id" else "the index of the DataFrame"
     if sorted(ids) != sorted(expected):
         row = next(i for i, (id_, other) in enumerate(zip(ids, expected)) if id_ != other)
         raise InputError(
-            f"{labels}: expected the ids of {source}, but in row {row} the column 'id' holds {ids[row]!r} and not "
+            f"{labels}: expected the ids of {source}, but in row {row} {column} holds {ids[row]!r} and not "
             f"{expected[row]!r}; give the labels of the same rows, or rename the column if it means something else"
         )
     if has_ids:
         raise InputError(
-            f"{labels}: expected the rows in the order of {source}, but its column 'id' holds the same ids in another "
+            f"{labels}: expected the rows in the order of {source}, but {column} holds the same ids in another "
             "order; sort one file by the ids of the other, because labels are joined by position"
         )
     raise InputError(
-        f"{labels}: {source} has no ids, so its row numbers count, and the column 'id' holds them in another order; "
-        "sort the labels by this column, or, if they are in the order of the embeddings already, drop or rename it"
+        f"{labels}: {source} has no ids, so its row numbers count, and {column} holds them in another order; "
+        "sort the labels by it, or, if they are in the order of the embeddings already, save them without it"
     )

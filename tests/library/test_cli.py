@@ -27,7 +27,7 @@ from ega.evaluation import evaluate
 from ega.packs import EmbeddingSet, write_pack
 from ega.report import write_report
 from ega.search import knn
-from ega.vectors import open_vectors, read_embeddings, read_labels
+from ega.vectors import read_embeddings, read_labels
 
 COMMANDS = ("embed", "fit", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -334,6 +334,19 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
     assert call(*migrate, "--activate", "nonsense")[0] == 2
 
 
+def test_migrate_takes_the_column_that_is_named(store, call):
+    pytest.importorskip("faiss")
+    x = store[0].x
+    pd.DataFrame({"other": list(-x), "v": list(x)}).to_parquet("two.parquet")
+    migrate = ("migrate", "a.safetensors", "versions", "--vectors", "two.parquet", "--activate", "--quiet")
+    assert "column=" in call(*migrate)[2] and not Path("versions").exists()
+    assert call(*migrate, "--column", "v")[0] == 0
+    hits = json.loads(call("search", "a.safetensors", "versions", "two.parquet", "--column", "v", "--json")[1])
+    assert [hit["id"] for hit in hits if hit["rank"] == 1] == list(range(len(x)))
+    code, _, message = call("migrate", "a.safetensors", "db/t.lance", "--vectors", "two.parquet", "--column", "v")
+    assert code == 2 and "--column has no effect for a LanceDB table" in message
+
+
 def test_index_of_vectors_of_any_norm(store, call):
     "The same as unit rows, for the weights alone and for the folder of `ega fit`."
     pytest.importorskip("faiss")
@@ -514,7 +527,7 @@ def test_classes_named_by_digits_keep_their_identity(labelled, tmp_path, call):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (("x.npy",), "holds no labels; name a .npy, .csv or .parquet file"),
+        (("x.npy",), "is not a pack, so its labels are not known; name a"),
         (("x.npy", "y.npy", "--label-column", "kind"), "a .npy file has no columns"),
         (("x.npy", "--label-column", "kind"), "--label-column has no effect"),
         (("p.parquet", "--label-column", "kind"), "--label-column has no effect"),
@@ -958,10 +971,16 @@ def test_labels_whose_ids_are_in_another_order_are_refused(source, data, call):
     for name, write in (("y.csv", pd.DataFrame.to_csv), ("y.parquet", pd.DataFrame.to_parquet)):
         write(table[::-1], name, index=False)
         code, _, err = call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet")
-        words = "same ids in another order" if source == "v.parquet" else "drop or rename it"
+        words = "same ids in another order" if source == "v.parquet" else "save them without it"
         assert code == 2 and words in err and not Path("out").exists()
         write(table, name, index=False)
         assert call("fit", source, name, "-o", "out", "--method", "wccn", "--quiet", "--overwrite")[0] == 0
+        shutil.rmtree("out")
+        write(table[["label"]].sample(frac=1, random_state=0), name)  # with the index of the DataFrame
+        code, _, err = call("fit", source, name, "--label-column", "label", "-o", "out", "--method", "wccn", "--quiet")
+        assert code == 2 and "the index of the DataFrame holds them in another order" in err, err
+        write(table[["label"]].set_index(3 * order), name)  # of rows that were chosen from more
+        assert call("fit", source, name, "--label-column", "label", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
         shutil.rmtree("out")
 
 
@@ -1055,7 +1074,7 @@ def set_weights(path, seed):
 
 
 @pytest.mark.parametrize("source", ("x.parquet", "rows.parquet", "x.npy"))
-def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
+def test_every_command_refuses_a_file_that_was_adapted(source, data, call):
     "Files and packs record the adapter; every command that would apply it again refuses, another may follow."
     for package in ("faiss", "lancedb"):
         pytest.importorskip(package)
@@ -1065,10 +1084,11 @@ def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
     assert call("fit", source, *labels, "-o", "a", *fit)[0] == 0
     set_weights("b.safetensors", 1)
     assert call("transform", "a", source, "-o", names[0], "--quiet")[0] == 0
-    assert call("transform", "b.safetensors", names[0], "-o", names[1], "--quiet")[0] == 0
-    for z in names[:2]:
+    assert call("transform", "b.safetensors", source, "-o", names[1], "--quiet")[0] == 0
+    for z in names[:2]:  # adapted by the same adapter, and by another one
         commands = [
             ("transform", "a", z, "-o", names[2]),
+            ("fit", z, *labels, "-o", "b", *fit),
             ("evaluate", "a", z, *labels),
             ("report", "a", z, *labels, "-o", "r.md"),
             ("migrate", "a", "indexes", "--vectors", z),
@@ -1084,18 +1104,8 @@ def test_a_file_is_not_adapted_twice_by_the_same_adapter(source, data, call):
     assert call("migrate", "a", "indexes", "--vectors", source, "--activate", "--quiet")[0] == 0
     assert call("search", "a", "indexes", source)[0] == 0
     assert "expected vectors that are not adapted" in call("search", "a", "indexes", names[0])[2]
-    assert not any(Path(name).exists() for name in (names[2], "r.md", "db"))
+    assert not any(Path(name).exists() for name in (names[2], "r.md", "db", "b"))
     assert call("evaluate", "a", source, *labels)[0] == 0
-
-
-def test_a_fit_on_adapted_vectors_says_so(data, call):
-    set_weights("b.safetensors", 1)
-    assert call("transform", "b.safetensors", "x.parquet", "-o", "z.parquet", "--quiet")[0] == 0
-    fit = ("--label-column", "n", "--method", "wccn", "--quiet", "-o")
-    version = open_vectors("z.parquet").adapted_by[0]
-    code, _, message = call("fit", "z.parquet", *fit, "out")
-    assert code == 0 and f"the vectors in z.parquet were adapted already, by the adapter {version}" in message
-    assert call("fit", "x.parquet", *fit, "raw")[2] == ""
 
 
 def test_fit_prints_its_rows_and_what_decides(data, call):
