@@ -527,3 +527,10 @@ def test_runs_that_cannot_share_their_steps_are_refused():
             device="cpu",
             stacked=True,
         )
+
+
+def test_numbers_of_an_objective_are_checked_when_it_is_made():
+    for make in (batch_triplet_objective, lambda v: with_displacement_penalty(batch_triplet_objective(0.2), v)):
+        for wrong in ("a", None, -1, float("nan")):
+            with pytest.raises(InputError, match="must be a finite number >= 0"):
+                make(wrong)
