@@ -41,7 +41,7 @@ def triplet_violations(
             f"a, p, n must have one shape (T, d), got {tuple(a.shape)}, {tuple(p.shape)}, {tuple(n.shape)}; "
             "pass one row a triplet in each"
         )
-    check_loss_parameter(margin, "margin", minimum=0)
+    check_loss_parameter(margin, "margin")
     return (a - p + 1e-6).norm(dim=-1) - (a - n + 1e-6).norm(dim=-1) + margin
 
 

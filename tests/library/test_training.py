@@ -341,7 +341,7 @@ def test_a_bad_loss_is_reported_in_one_sentence(loss, words):
 
 def test_what_a_loss_says_about_its_input_is_passed_on():
     x, y = make_data()
-    with pytest.raises(InputError, match="^tau must be > 0, got 0"):
+    with pytest.raises(InputError, match="^tau must be a finite number > 0, got 0"):
         fit(pairwise_objective(partial(supcon, tau=0)), x, y)
 
 
