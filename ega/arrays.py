@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'InputError', 'import_optional', 'check_installed', 'short_repr', 'check_positive_int',
-           'check_number', 'check_generator', 'out_of_range', 'check_embeddings', 'normalize', 'has_unit_norm',
-           'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields',
-           'match_classes', 'check_rows_per_class', 'check_matrix', 'check_and_normalize', 'iter_unit_rows',
-           'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator', 'check_device_name',
-           'pick_device', 'peak_memory_mb', 'linear', 'defer_sigint']
+           'check_number', 'check_numbers', 'check_generator', 'out_of_range', 'check_embeddings', 'normalize',
+           'has_unit_norm', 'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels',
+           'parse_label_fields', 'match_classes', 'check_rows_per_class', 'check_matrix', 'check_and_normalize',
+           'iter_unit_rows', 'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator',
+           'check_device_name', 'pick_device', 'peak_memory_mb', 'linear', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -116,6 +116,30 @@ def check_number(
     return value
 
 
+def check_numbers(
+    values: Any,  # array or list to check
+    name: str,  # name of the argument in error messages
+    *,
+    max_ndim: int = 1,  # 2: also of shape (n, m)
+    finite: bool = True,  # False: NaN and inf are accepted
+) -> np.ndarray:  # float64
+    "Convert to float64, or raise `InputError` if it is not an array of at least one finite number."
+    try:
+        if np.iscomplexobj(values):
+            raise TypeError("they are complex")
+        a = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last one for a tensor with a gradient
+        raise InputError(f"{name} must be an array of numbers, got {short_repr(values)} ({error})") from error
+    if not 1 <= a.ndim <= max_ndim:
+        raise InputError(f"{name} must have shape (n,){' or (n, m)' * (max_ndim - 1)}, got {a.shape}")
+    if not a.size:
+        raise InputError(f"{name} must hold at least one number, got an array of shape {a.shape}")
+    if finite and not np.isfinite(a).all():
+        n_bad = (~np.isfinite(a)).sum()
+        raise InputError(f"{name} must be finite, got {n_bad} NaN or inf among {a.size} numbers; drop them")
+    return a
+
+
 def check_generator(
     rng: Any,  # value to check
     name: str = "rng",  # name of the argument in error messages
@@ -214,7 +238,9 @@ def _check_numeric(a, x, name):
         )
         raise InputError(f"{name} must hold real numbers, got texts such as {short_repr(first)}; {advice}")
     if a.ndim == 1 and a.dtype.kind == "O" and hasattr(first, "__len__"):
-        raise InputError(f"{name} must have shape (n, d), got {len(a)} vectors in one column; use np.stack({name})")
+        raise InputError(
+            f"{name} must have shape (n, d), got {len(a)} vectors in one column; use np.stack(np.asarray({name}))"
+        )
     if a.dtype.kind == "c":
         raise InputError(f"Complex data not supported: {name} must hold real numbers; use {name}.real")
     if a.dtype.names:
@@ -258,11 +284,13 @@ def check_embeddings(
     "Convert a matrix of embeddings to contiguous float32, or raise `InputError` if it is not a finite matrix."
     a = _to_numpy(x, name)
     _check_numeric(a, x, name)
-    if a.ndim != 2:
-        advice = "use x[None] for one vector" if a.ndim == 1 else "flatten all axes but the first"
-        raise InputError(f"{name} must have shape (n, d), got {a.shape}; {advice}")
     if 0 in a.shape:
         raise InputError(f"{name} is empty: shape {a.shape}; expected at least one row and one column")
+    if a.ndim != 2:
+        got = a.shape if a.ndim else f"the number {a}"
+        advice = ("pass an array, a list of rows, a DataFrame or a tensor", f"use {name}[None] for one vector")
+        flatten = "flatten all axes but the first"
+        raise InputError(f"{name} must have shape (n, d), got {got}; {(*advice, flatten)[min(a.ndim, 2)]}")
     if dim is not None and a.shape[1] != check_positive_int(dim, "dim"):
         raise InputError(f"{name} must have {dim} columns, got {a.shape[1]}; use embeddings from the same encoder")
     with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf, which is reported below
@@ -439,6 +467,8 @@ def _label_array(y, n):
             "give one label per row" if is_text else "of an iterator use list(y); a set or dict has no order of rows"
         )
         raise InputError(f"y must be an array, list, Series or tensor, got {type(y).__name__}; {advice}")
+    if hasattr(y, "toarray"):
+        raise InputError(f"y must be dense, got a sparse {type(y).__name__}; use y.toarray().ravel()")
     try:
         if hasattr(y, "detach"):
             a = _to_numpy(y, "y")
@@ -726,7 +756,7 @@ def check_matrix(
     else:
         a = _to_numpy(X, "X")
         _check_numeric(a, X, "X")
-    if a.ndim == 1:
+    if a.ndim == 1 and len(a):
         raise InputError(f"X must have shape (n, d), got {tuple(a.shape)}. Reshape your data: X[None] is one row")
     if a.ndim == 2 and a.shape[1] == 0:
         raise InputError(f"X has 0 feature(s) (shape={tuple(a.shape)}) while a minimum of 1 is required.")
@@ -850,7 +880,7 @@ def torch_generator(
     "Create a torch generator that is seeded from a NumPy generator."
     import torch
 
-    return torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+    return torch.Generator(device).manual_seed(int(check_generator(rng).integers(2**63)))
 
 # %% ../nbs/library/01_arrays.ipynb #pick-device
 def check_device_name(

@@ -7,6 +7,7 @@ __all__ = ['LinearMap', 'ClassStatistics', 'class_statistics', 'class_covariance
            'ValidatedWCCN', 'LDAMap', 'DiscriminantWhitening', 'discriminant_path', 'PCAMap', 'LogitMap']
 
 # %% ../nbs/library/16_closed_form.ipynb #f0a3c2e0
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from ega.arrays import (
     check_embeddings,
     check_labels,
     check_number,
+    check_numbers,
     check_positive_int,
     iter_unit_rows,
     normalize,
@@ -49,7 +51,15 @@ class LinearMap(TransformerMixin, BaseEstimator):
     ) -> np.ndarray:  # (n, k) float32 unit rows
         "Map embeddings and normalise them. Raises `NotFittedError` before `fit`."
         check_is_fitted(self, "matrix_")
-        return normalize((check_embeddings(X, dim=len(self.mean_)) - self.mean_) @ self.matrix_, "z")
+        x = check_embeddings(X, "X", dim=len(self.mean_))
+        z = (x - self.mean_) @ self.matrix_
+        if (is_zero := ~z.any(1)).any():
+            normalize(x, "X")  # raises where X itself has zero rows
+            raise InputError(
+                f"{is_zero.sum()} of {len(x)} rows of X became 0 under the map, first row {is_zero.argmax()}; "
+                "they have no direction: drop them"
+            )
+        return normalize(z, "z")
 
     def _set_map(self: _Map, matrix: np.ndarray, mean: np.ndarray) -> _Map:
         "Store the fitted map; returns self."
@@ -314,6 +324,9 @@ def shrunk_inverse_power(
 ) -> np.ndarray:  # (d, d), symmetric: the shrunk covariance to the power -power/2
     "Shrink a covariance and raise it to the power -`power`/2, by its eigendecomposition."
     check_number(power, "power", minimum=0)
+    S = check_numbers(S, "S", max_ndim=2)
+    if S.shape != S.T.shape or S.ndim != 2 or not np.allclose(S, S.T, rtol=0, atol=1e-6 * np.abs(S).max()):
+        raise InputError(f"S must be a symmetric matrix (d, d), got {short_repr(S)}; pass a covariance")
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows
@@ -727,14 +740,25 @@ class LogitMap(LinearMap):
         X: np.ndarray,  # (n, d) embeddings
         y: np.ndarray,  # (n,) int labels; rows labelled -1 are ignored
     ) -> "LogitMap":  # self
-        "Fit scikit-learn's LogisticRegression."
+        "Fit scikit-learn's LogisticRegression; warns if it stops at `max_iter`."
+        from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
 
         check_number(self.C, "C", above=0)
         check_positive_int(self.max_iter, "max_iter")
         x = check_embeddings(X)
         y = check_labels(y, len(x), min_classes=2)
-        self.model_ = LogisticRegression(C=self.C, max_iter=self.max_iter).fit(x[y >= 0], y[y >= 0])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)  # y holds classes
+            warnings.simplefilter("ignore", ConvergenceWarning)  # given below, with the name of the map
+            self.model_ = LogisticRegression(C=self.C, max_iter=self.max_iter).fit(x[y >= 0], y[y >= 0])
+        if (self.model_.n_iter_ >= self.max_iter).any():
+            warnings.warn(
+                f"LogitMap used all of max_iter={self.max_iter} steps, so the fit may not have converged; "
+                "pass a larger max_iter or a smaller C",
+                ConvergenceWarning,
+                stacklevel=3,  # the caller of fit, which is wrapped by limit_threads
+            )
         W = self.model_.coef_
         if len(W) == 1:  # scikit-learn stores one logit for two classes
             W = np.vstack([-W, W])

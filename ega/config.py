@@ -128,7 +128,7 @@ class LossConfig:
     "The kind of a training loss and its hyperparameters, such as margin and temperature."
 
     kind: str  # name of a registered loss: a key of ega.losses.LOSSES
-    margin: float | None = None  # of losses with a parameter of this name
+    margin: float | None = None  # >= 0, of losses with a parameter of this name
     tau: float | None = None  # temperature; None: the standard deviation of the cosines of negative pairs, at least .01
     sampler: str | None = None  # of triplet: "batch" or "dataset", where positives and negatives come from
     lam: float = 0.0  # weight of the displacement penalty
@@ -139,7 +139,7 @@ class LossConfig:
         if not isinstance(self.kind, str) or not self.kind:
             raise InputError(f"LossConfig.kind must be the name of a registered loss, got {short_repr(self.kind)}")
         if self.margin is not None:
-            check_number(self.margin, "LossConfig.margin")
+            check_number(self.margin, "LossConfig.margin", minimum=0)
         if self.tau is not None:
             check_number(self.tau, "LossConfig.tau", above=0)
         if self.sampler is not None:

@@ -21,12 +21,15 @@ from .adapters import transform
 from ega.arrays import (
     InputError,
     check_and_normalize,
+    check_embeddings,
     check_feature_names,
     check_index,
     check_labels,
+    check_numbers,
     check_positive_int,
     encode_labels,
     match_classes,
+    short_repr,
     spawn_rngs,
 )
 from .metrics import lp_at_k
@@ -35,6 +38,15 @@ from .statistics import bootstrap
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-search-code
 EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, for ties at the k-th distance
+
+
+def _row_numbers(rows, n, name):
+    "Row numbers as an array, or raise `InputError`."
+    a = np.asarray(rows)
+    if a.ndim != 1 or not len(a) or a.dtype.kind not in "iu" or a.min() < 0 or a.max() >= n:
+        advice = f"; use np.flatnonzero({name})" if a.dtype.kind == "b" else ""
+        raise InputError(f"{name} must be a list of row numbers in 0..{n - 1}, got {short_repr(rows)}{advice}")
+    return a
 
 
 def knn_among_rows(
@@ -46,7 +58,11 @@ def knn_among_rows(
     device: str | None = None,  # None: CUDA when there is one
 ) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
     "Exact nearest neighbours of some rows among other rows; a row is never its own neighbour."
-    queries, gallery = np.asarray(queries), np.asarray(gallery)
+    x = check_embeddings(x)
+    check_positive_int(k, "k")
+    queries, gallery = _row_numbers(queries, len(x), "queries"), _row_numbers(gallery, len(x), "gallery")
+    if len(np.unique(gallery)) < len(gallery):
+        raise InputError(f"gallery must hold each row number once, got {short_repr(gallery)}; use np.unique(gallery)")
     if np.array_equal(queries, gallery):
         return loo_knn(x[gallery], k, device=device)
     if not np.isin(queries, gallery).any():
@@ -114,8 +130,12 @@ def change_against_frozen(
     confidence: float = 0.95,  # two-sided, of the interval
 ) -> LabelPrecisionChange:
     "Mean LP@1 of the frozen and the adapted embeddings and their paired difference with its interval, in points."
-    before, after = 100 * np.asarray(frozen, float), 100 * np.asarray(adapted, float)
-    rng = np.random.default_rng(random_state)
+    before, after = 100 * check_numbers(frozen, "frozen"), 100 * check_numbers(adapted, "adapted")
+    if len(before) != len(after):
+        raise InputError(f"frozen and adapted must be of the same queries, got {len(before)} and {len(after)}")
+    if min(before.min(), after.min()) < 0 or max(before.max(), after.max()) > 100:
+        raise InputError("frozen and adapted must hold LP@1 of each query in 0..1, got numbers outside")
+    rng = np.random.default_rng(check_positive_int(random_state, "random_state", minimum=0))
     interval = bootstrap(after - before, classes, rng, confidence=confidence)
     return LabelPrecisionChange(
         len(before), len(np.unique(classes)), float(before.mean()), float(after.mean()), *interval
@@ -247,6 +267,8 @@ def summary_sentence(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> str:
     "Say how LP@1 changes in the mixed gallery, in points with intervals, and what the capture rate is."
+    if "capture_rate_frozen" not in getattr(table, "columns", ()) or not len(table):
+        raise InputError(f"table must be one of evaluate or evaluate_embeddings, got {short_repr(table)}")
     lines = table[table.gallery == table.gallery[0]]  # the mixed gallery, or the only one
     if len(lines) > 1:  # rows that were trained on are no evidence beside others
         lines = lines[lines.group != "trained on"]

@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_labels, check_number, check_unit_norm
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_generator,
+    check_labels,
+    check_number,
+    check_numbers,
+    check_positive_int,
+    check_unit_norm,
+)
 from .search import Neighbours, loo_knn
 
 # %% ../nbs/library/14_metrics.ipynb #lp-at-k
@@ -73,7 +82,7 @@ def lp_at_k(
     yq = check_labels(yq, len(I), "yq", min_classes=0)
     if (yq < 0).any():
         raise InputError(f"queries must have labels, got {(yq < 0).sum()} unlabelled of {len(yq)}; drop them")
-    if I.max() >= len(yb):
+    if max(I.max(), 0) >= len(yb):
         raise InputError(f"yb must have a label for every gallery row, got {len(yb)} labels and row number {I.max()}")
     hit = (yb[I] == yq[:, None]) & (I >= 0)  # (nq, m)
     last = D[:, [k - 1]].astype(np.float64)  # (nq, 1) the K-th distance
@@ -89,7 +98,10 @@ def _check_neighbours(neighbours, k):
     "D and I as arrays of one shape, with at least k columns and ascending distances."
     if not isinstance(neighbours, tuple) or len(neighbours) != 2:
         raise InputError(f"neighbours must be a pair (D, I) as of ega.search.knn, got {type(neighbours).__name__}")
-    D, I = np.asarray(neighbours[0]), np.asarray(neighbours[1])
+    try:
+        D, I = np.asarray(neighbours[0]), np.asarray(neighbours[1])
+    except ValueError as error:
+        raise InputError("D and I must have one shape (nq, m), got rows of different lengths") from error
     if D.ndim != 2 or D.shape != I.shape:
         raise InputError(f"D and I must have one shape (nq, m), got {D.shape} and {I.shape}")
     if not len(D):
@@ -102,6 +114,8 @@ def _check_neighbours(neighbours, k):
         )
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= D.shape[1]:
         raise InputError(f"k must lie in 1..{D.shape[1]}, the neighbours given, got {k}; search for more neighbours")
+    if np.isnan(D).any():
+        raise InputError(f"D must hold distances, got NaN in {np.isnan(D).any(1).sum()} of {len(D)} rows")
     if not (D[:, 1:] >= D[:, :-1]).all():
         raise InputError("D must ascend along each row, got unsorted distances or inner products; pass L2 distances")
     return D, I
@@ -183,6 +197,8 @@ def loo_lp_at_k(
     device: str | None = None,  # None: CUDA when there is one, else the CPU
 ) -> np.ndarray:  # (n,) float64 in [0, 1]
     "Label precision at K of each row against all other rows, by exact search."
+    check_positive_int(k, "k")
+    check_positive_int(extra, "extra", minimum=0)
     x = check_embeddings(x)
     y = check_labels(y, len(x))
     return lp_at_k(loo_knn(x, k + extra, device=device), y, y, k)
@@ -216,12 +232,19 @@ def pair_separation(
     "AUC, mean distances and overlap of positive-pair and negative-pair distances."
     from sklearn.metrics import roc_auc_score
 
+    for d, name in (pos, "pos"), (neg, "neg"):
+        checked = check_numbers(d, name)
+        if checked.min() < 0 or checked.max() > 2.002:  # rows that `check_unit_norm` accepts
+            raise InputError(
+                f"{name} must hold distances of unit rows, in [0, 2], got {checked.min():.3g}..{checked.max():.3g}; "
+                "call ega.normalize before they are computed"
+            )
     is_negative = np.repeat([0, 1], [len(pos), len(neg)])
     auc = roc_auc_score(is_negative, np.concatenate([pos, neg]))
     pos_share = np.histogram(pos, 200, (0, 2))[0] / len(pos)
     neg_share = np.histogram(neg, 200, (0, 2))[0] / len(neg)
     overlap = np.minimum(pos_share, neg_share).sum()
-    return PairStats(float(auc), float(pos.mean()), float(neg.mean()), float(overlap))
+    return PairStats(float(auc), float(np.mean(pos)), float(np.mean(neg)), float(overlap))
 
 # %% ../nbs/library/14_metrics.ipynb #pair-distances
 def pair_distances(
@@ -231,7 +254,9 @@ def pair_distances(
     n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
 ) -> tuple[np.ndarray, np.ndarray]:  # (pairs,) distances of positive pairs, of negative pairs
     "Distances of random same-class and other-class pairs; classes are drawn uniformly."
-    x = check_unit_norm(check_embeddings(x))
+    check_generator(rng)
+    check_positive_int(n_pairs, "n_pairs")
+    x = check_unit_norm(check_embeddings(x), "x")
     y = check_labels(y, len(x), min_classes=2)
     positive, negative = _draw_pairs(y, rng, n_pairs)
     return _distances(x, positive), _distances(x, negative)

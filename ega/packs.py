@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_labels, check_unit_norm, rows_by_class, short_repr
+from ega.arrays import (
+    InputError,
+    check_embeddings,
+    check_generator,
+    check_labels,
+    check_unit_norm,
+    rows_by_class,
+    short_repr,
+)
 from ega.files import (
     READ_ERRORS,
     atomic_write,
@@ -552,6 +560,7 @@ def split_classes(
     seen_fraction: float = 0.8,  # share of the classes that are seen, between 0 and 1
 ) -> ClassSplit:
     "Divide the classes that have rows into seen and unseen ones at random, at least one of each."
+    check_generator(rng)
     y = check_labels(y, min_classes=2)
     if not 0 < seen_fraction < 1:
         raise InputError(f"seen_fraction must lie between 0 and 1, got {seen_fraction}; the default is 0.8")
@@ -573,6 +582,7 @@ def row_split(
     stratify: bool = True,  # divide each class by itself, or all rows at once
 ) -> tuple[np.ndarray, ...]:  # ascending int64 row numbers of each part; disjoint, together all labelled rows
     "Divide the labelled rows into parts at random."
+    check_generator(rng)
     y = check_labels(y, min_classes=1)
     if min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
         raise InputError(f"fractions must be >= 0 and add up to 1, got {tuple(fractions)}")

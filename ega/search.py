@@ -8,6 +8,7 @@ __all__ = ['Neighbours', 'knn', 'loo_knn', 'import_faiss', 'build_ivf', 'IVFNeig
 
 # %% ../nbs/library/13_search.ipynb #387bfa0d
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -563,6 +564,8 @@ def ivf_search(
     device: "str | torch.device | None" = None,  # None: a GPU when faiss has one, else the CPU
 ) -> IVFNeighbours:  # D, I and scanned; I is -1 where the probed lists hold fewer than k rows
     "Approximate nearest neighbours from an inverted file."
+    if not isinstance(index, import_faiss().IndexIVFFlat):
+        raise InputError(f"index must be a faiss.IndexIVFFlat, as of build_ivf, got {type(index).__name__}")
     xb = check_embeddings(xb, "xb", dim=index.d)
     xq = check_embeddings(xq, "xq", dim=index.d)
     _check_squared_norms(xq, "xq")
@@ -607,7 +610,7 @@ def ivf_sweep(
     xb: np.ndarray,
     *,
     nlist: int,
-    nprobes: "list[int] | tuple[int, ...] | set[int]",
+    nprobes: "Iterable[int]",
     k: int,
     kmeans_seed: int = 1234,
     device: "str | torch.device | None" = None,
@@ -667,13 +670,13 @@ def ivf_sweep(
     >>> found[4].scanned.mean().item()
     1.0
     """
-    if not isinstance(nprobes, (list, tuple, set, range)) or not nprobes:
+    counts = [check_positive_int(n, "each of nprobes") for n in nprobes] if np.iterable(nprobes) else []
+    if not counts:
         raise InputError(
             f"nprobes must be a list of at least one integer >= 1, such as [1, 4], got {short_repr(nprobes)}"
         )
-    nprobes = [check_positive_int(nprobe, "nprobes") for nprobe in nprobes]
     index = build_ivf(xb, nlist=nlist, kmeans_seed=kmeans_seed)
-    return {nprobe: ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in nprobes}
+    return {nprobe: ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in counts}
 
 # %% ../nbs/library/13_search.ipynb #searchconfig
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from joblib import Parallel, delayed, effective_n_jobs
 from ega.arrays import (
     InputError,
     check_embeddings,
+    check_generator,
     check_labels,
     check_number,
     check_positive_int,
@@ -86,6 +87,7 @@ def leave_classes_out(
     max_queries: int = 1000,  # of the fitted classes and of the held-out classes of a fold, drawn at random
 ) -> list[ClassFold]:
     "Divide the seen classes so that each is held out in one fold."
+    check_generator(rng)
     n_folds = check_positive_int(n_folds, "n_folds", minimum=2)
     y = check_labels(y, min_classes=n_folds)
     folds = []

@@ -35,7 +35,7 @@ from ega.arrays import (
 )
 from .config import TrainConfig, config_to_dict
 from .files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
-from .losses import displacement_penalty, triplet_violations
+from .losses import check_loss_parameter, displacement_penalty, triplet_violations
 from ega.sparsity import (
     RowsByClass,
     batch_triplets_from_numbers,
@@ -191,6 +191,7 @@ def batch_triplet_objective(
     margin: float,  # hinge margin m, Euclidean distance
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the mini-batch."
+    check_loss_parameter(margin, "margin", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
         triplets, valid = batch_triplets_from_numbers(y[rows], uniforms)
@@ -207,6 +208,7 @@ def dataset_triplet_objective(
     self_positive: bool = False,  # may an anchor be its own positive?
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the whole data set."
+    check_loss_parameter(margin, "margin", minimum=0)
     if len(index.count) < 2:
         raise InputError(
             f"triplets need at least 2 classes, got {len(index.count)}; negatives come from another class: add one"
@@ -245,6 +247,7 @@ def with_displacement_penalty(
     lam: float,  # weight of the penalty, >= 0
 ) -> Objective:
     "Add lam * mean ||f(x) - x||^2 over the batch, a penalty on leaving the embeddings that the adapter starts from."
+    check_loss_parameter(lam, "lam", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
         output = objective.step(forward, x, y, rows, uniforms)

@@ -94,6 +94,7 @@ def test_check_embeddings_accepts_every_container(tmp_path):
     [
         (np.ones(3), r"shape \(n, d\), got \(3,\)"),
         (np.ones((2, 2, 2)), "flatten"),
+        ([], r"x is empty: shape \(0,\); expected at least one row"),
         (np.ones((0, 4)), "empty"),
         (np.ones((4, 0)), "empty"),
         (np.full((2, 2), np.nan), "in 2 of 2 rows"),
@@ -106,7 +107,7 @@ def test_check_embeddings_accepts_every_container(tmp_path):
         (pd.DataFrame({"a": [1.0], "name": ["x"]}), "1 of 2 columns do not: 'name' "),
         (pd.DataFrame({"a": [1.0, None], "b": [1, 2]}).astype("Float64"), "NaN or inf in 1 of 2 rows, first in row 1"),
         (pd.DataFrame({"v": [[1.0, 2.0], [2.0, 1.0]]}), r"one column of vectors; make it a matrix: np.stack\(x"),
-        (pd.Series([[1.0, 2.0], [2.0, 1.0]]), r"2 vectors in one column; use np.stack\(x\)"),
+        (pd.Series([[1.0, 2.0], [2.0, 1.0]]), r"2 vectors in one column; use np.stack\(np.asarray\(x\)\)"),
         (sparse.csr_matrix(np.eye(3)), r"must be dense, got a sparse csr_matrix.*x.toarray\(\)"),
         ((row for row in np.eye(3)), "got an iterator of type generator"),
         ([[None, 1]], "objects such as None"),
@@ -119,7 +120,7 @@ def test_check_embeddings_accepts_every_container(tmp_path):
         ([[1.0], [1.0, 2.0]], "rectangular"),
         ("text", "real numbers"),
         (None, "real numbers"),
-        (3.5, "shape"),
+        (3.5, r"shape \(n, d\), got the number 3.5; pass an array"),
     ],
 )
 def test_check_embeddings_rejects_bad_input(bad, message):
@@ -612,3 +613,29 @@ def test_onednn_is_used_on_processors_with_avx_512_alone(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
         assert (ega.arrays._onednn_linear.__wrapped__() is not None) == expected
+
+
+def test_vectors_in_an_arrow_column_become_a_matrix_as_the_message_says():
+    pa = pytest.importorskip("pyarrow")
+    for X in (pa.array([[1.0, 2.0], [2.0, 1.0]]), pd.Series([[1.0, 2.0], [2.0, 1.0]])):
+        with pytest.raises(InputError, match="one column; use (.*)") as error:
+            check_embeddings(X, "X")
+        advice = str(error.value).split("use ")[1]
+        assert check_embeddings(eval(advice, {"np": np, "X": X}), "X").tolist() == [[1, 2], [2, 1]]
+
+
+def test_a_sparse_column_of_labels_is_named():
+    y = sparse.csr_matrix([[0], [1]])
+    with pytest.raises(InputError, match=r"y must be dense, got a sparse csr_matrix; use y.toarray\(\).ravel\(\)"):
+        encode_labels(y)
+    assert encode_labels(y.toarray().ravel())[0].tolist() == [0, 1]
+
+
+def test_an_empty_list_is_no_vector_to_be_reshaped():
+    with pytest.raises(InputError, match=r"X is empty: shape \(0,\)"):
+        ega.arrays.check_matrix([])
+
+
+def test_a_number_is_no_generator():
+    with pytest.raises(InputError, match="rng must be a numpy.random.Generator, got int"):
+        torch_generator(0)

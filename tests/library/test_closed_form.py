@@ -556,3 +556,36 @@ def test_settings_of_another_type_are_named(call, words):
     x = np.random.default_rng(0).normal(size=(12, 4))
     with pytest.raises(InputError, match=words):
         call(x, np.arange(12) % 3)
+
+
+@pytest.mark.parametrize(
+    "S, words",
+    [
+        (np.ones((2, 3)), "S must be a symmetric matrix"),
+        ([[1, 2], [0, 1]], "S must be a symmetric matrix"),
+        (np.ones(3), "S must be a symmetric matrix"),
+        ([[1, np.nan], [np.nan, 1]], "S must be finite"),
+        (None, "S must "),
+    ],
+)
+def test_only_a_symmetric_matrix_has_a_power(S, words):
+    with pytest.raises(InputError, match=words):
+        shrunk_inverse_power(S)
+
+
+def test_rows_that_are_zero_are_told_from_rows_that_become_zero():
+    X = np.array([[1.0, 0.1, 0], [1.0, -0.1, 0], [0.1, 1.0, 0], [0.3, 1.0, 0]])
+    with pytest.raises(InputError, match="X has 1 rows of norm 0, first row 1"):
+        WCCN().fit(X, [0, 0, 1, 1]).transform([[1, 0, 0], [0, 0, 0]])
+    first_column = WCCN()._set_map(np.eye(3)[:, :1], np.zeros(3))
+    with pytest.raises(InputError, match="2 of 3 rows of X became 0 under the map, first row 1"):
+        first_column.transform([[1, 0, 0], [0, 1, 0], [0, 0, 1]])
+
+
+@pytest.mark.filterwarnings("error")
+def test_logit_map_warns_of_max_iter_alone():
+    x = normalize(np.random.default_rng(0).normal(size=(24, 5)))
+    LogitMap().fit(x, np.arange(24) // 2)  # scikit-learn takes that many classes for numbers
+    with pytest.warns(UserWarning, match="LogitMap used all of max_iter=1 steps") as caught:
+        LogitMap(max_iter=1).fit(x, np.arange(24) // 2)
+    assert len(caught) == 1 and caught[0].filename == __file__

@@ -422,3 +422,42 @@ def test_hash_rows_is_a_fixed_function_of_the_rounded_row():
     assert hashes.dtype == np.uint64 and hashes[0] == hashes[2] and len(set(hashes.tolist())) == 3
     assert (hash_rows(rows[1:2]) == hashes[1]).all()
     assert hashes[0] == int.from_bytes(hashlib.blake2b(np.array([600, 800], "<i2"), digest_size=8).digest(), "little")
+
+
+@pytest.mark.parametrize(
+    "queries, gallery, words",
+    [
+        ([999], range(90), "queries must be a list of row numbers in 0..89"),
+        ([0], [-1, 2], "gallery must be a list of row numbers"),
+        (np.arange(90) < 9, range(90), r"got ndarray of shape \(90,\); use np.flatnonzero\(queries\)"),
+        ([0.5], range(90), "queries must be"),
+        ([], range(90), "queries must be"),
+        ([0], [1, 2, 2], "gallery must hold each row number once"),
+    ],
+)
+def test_row_numbers_of_a_search_are_checked(queries, gallery, words):
+    with pytest.raises(InputError, match=words):
+        knn_among_rows(clouds()[0], queries, gallery, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"frozen": [1.0]}, "of the same queries, got 1 and 2"),
+        ({"frozen": [1.0, np.nan]}, "frozen must be finite"),
+        ({"adapted": [0, 50]}, "in 0..1, got numbers outside"),
+        ({"adapted": "x"}, "adapted must be an array of numbers"),
+        ({"classes": [0]}, "2 rows, 1 labels"),
+        ({"random_state": "a"}, "random_state must be an integer"),
+        ({"confidence": 95}, "confidence must"),
+    ],
+)
+def test_the_change_of_unequal_queries_is_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        change_against_frozen(**dict(frozen=[1.0, 0], adapted=[1.0, 0], classes=[0, 1]) | change)
+
+
+@pytest.mark.parametrize("table", [pd.DataFrame(), None, pd.DataFrame({"capture_rate_frozen": []})])
+def test_a_table_without_rows_has_no_summary(table):
+    with pytest.raises(InputError, match="table must be one of evaluate or evaluate_embeddings"):
+        summary_sentence(table)

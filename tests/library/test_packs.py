@@ -550,3 +550,9 @@ def test_all_metadata_of_json_is_stored_and_other_is_refused(tmp_path):
         with pytest.raises(InputError, match="meta\\['f'\\] must be a value of JSON"):
             write_pack(EmbeddingSet(np.eye(2), [0, 1], meta=meta | {"f": value}), tmp_path / "q.parquet")
     assert not (tmp_path / "q.parquet").exists()
+
+
+def test_a_number_is_no_generator_of_a_split():
+    for split in (split_classes, row_split):
+        with pytest.raises(InputError, match="rng must be a numpy.random.Generator, got int"):
+            split([0, 0, 1, 1], 0)

@@ -415,3 +415,8 @@ def test_packs_round_trip_any_text(tmp_path, pytestconfig, count):
             seed=SEEDS,
         ),
     )
+
+
+def test_a_number_is_no_generator_of_folds():
+    with pytest.raises(InputError, match="rng must be a numpy.random.Generator, got int"):
+        leave_classes_out(np.arange(20) // 2, 0)

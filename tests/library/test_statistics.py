@@ -420,6 +420,9 @@ def test_rank_correlation_is_spearmans_within_groups():
     ) and np.isnan(grouped_rank_correlation(where, b, where))
 
 
+SPLITS = [np.eye(2, 4)] * 2, [[0, 0, 1, 1]] * 2  # outcomes and classes of two splits with two seeds
+
+
 @pytest.mark.parametrize(
     "call, text",
     [
@@ -437,12 +440,68 @@ def test_rank_correlation_is_spearmans_within_groups():
         (lambda: bootstrap([1, np.nan], [0, 0], rng()), "NaN"),
         (lambda: bootstrap([1, 0], [0, -1], rng()), "1 unlabelled"),
         (lambda: bootstrap([1, 0], [0, 0], rng(), confidence=95), "confidence"),
+        (lambda: cluster_bootstrap_means([1, 0], [0, 0], 0), "rng must be a numpy.random.Generator, got int"),
+        (lambda: cluster_bootstrap_means(np.ones((2, 2, 2)), [0, 0], rng()), "(n,) or (n, m), got (2, 2, 2)"),
+        (lambda: bootstrap_worst([], rng()), "list of tuples, each (values, classes), or each"),
+        (lambda: bootstrap_worst([([1, 0], [0, 1]), ([1], [0], [1])], rng()), "list of tuples"),
+        (lambda: bootstrap_worst([([1, 0], [0, 1], [1])], rng()), "same queries, got 2 and 1"),
+        (lambda: bootstrap_worst([([1, 0], [0, 1])], rng(), confidence=3), "in (0, 1), got 3"),
+        (lambda: variance_components([], rng()), "list of tuples, each (outcomes, classes)"),
+        (lambda: variance_components([(1, 2)], rng()), "got outcomes of 0 and classes of 0"),
+        (lambda: variance_components([SPLITS], 0), "got int"),
+        (lambda: variance_components([SPLITS], rng(), confidence=1), "confidence"),
+        (lambda: variance_components([SPLITS], rng(), n_draws=0), "n_draws"),
+        (lambda: variance_components([(SPLITS[0], [[0, 0, 1, -1]] * 2)], rng()), "1 unlabelled"),
+        (lambda: variance_components([([np.eye(2, 4), np.eye(3, 4)], SPLITS[1])], rng()), "seeds, got [2, 3]"),
+        (lambda: variance_components([([np.eye(2, 4) * np.nan] * 2, SPLITS[1])], rng()), "outcomes must be finite"),
+        (lambda: class_means([1, np.nan], [0, 0]), "values must be finite"),
+        (lambda: class_means(["a"], [0]), "values must be an array of numbers"),
+        (lambda: class_means([1, 2], [0, -1]), "1 unlabelled"),
+        (lambda: paired_test([0.1, 0.2]), "differences[0] must have shape (n,), got ()"),
+        (lambda: paired_test(3), "differences[0] must have shape (n,)"),
+        (lambda: paired_test([[0.1, 0.2], [np.nan, 0.1]]), "differences[1] must be finite"),
+        (lambda: paired_test([[0.1, 0.2]], confidence=2), "confidence"),
+        (lambda: holm([]), "at least one"),
+        (lambda: holm(["a"]), "p must be an array of numbers"),
+        (lambda: required_queries("a", 0.9, 0.5), "lead must be a finite number in (0, 1], got 'a'"),
+        (lambda: required_queries(1.5, 0.9, 0.5), "lead"),
+        (lambda: required_queries(0.1, 0.9, 1), "correlation must be a finite number in [-1, 1), got 1"),
+        (lambda: required_queries(0.1, 0.9, -0.5), "correlation of at least -0.111, got -0.5"),
+        (lambda: required_queries(0.1, 0.9, 0.5, design_effect=-1), "design_effect must be a finite number > 0"),
+        (lambda: required_queries(0.1, 0.9, 0.5, power=80), "power must be a finite number in (0.025, 1), got 80"),
+        (lambda: required_queries(0.1, 0.9, 0.5, power=0.01), "power"),  # no query is needed for it
+        (lambda: required_queries(0.1, 0.9, 0.5, significance=0), "significance"),
+        (lambda: null_lead_probability(1.5, 100, 0.9, 0.5), "lead must be an integer >= 1, got 1.5"),
+        (lambda: null_lead_probability(1, 0, 0.9, 0.5), "n_queries"),
+        (lambda: null_lead_probability(1, 100, 1.1, 0.5), "label_precision"),
+        (lambda: null_lead_probability(3, 100, 0.9, -2), "correlation must be a finite number in [-1, 1]"),
+        (lambda: null_lead_probability(3, 100, 0.9, -0.5), "at least -0.111"),
+        (lambda: design_effect(np.zeros(4), [0, 0, 1, 1]), "got 0 for all"),
+        (lambda: design_effect([0, np.nan], [0, 1]), "differences must be finite"),
+        (lambda: design_effect([0, 1, 1], [0, 1, -1]), "1 unlabelled"),
+        (lambda: grouped_rank_correlation(["a"], [1]), "a must be an array of numbers"),
+        (lambda: grouped_rank_correlation([], []), "a must hold at least one number"),
+        (lambda: hit_counts_matching_printed("94.9", 800), "0..1, such as '0.569', got '94.9'"),
+        *[
+            (lambda printed=printed: hit_counts_matching_printed(printed, 800), "printed must be a text")
+            for printed in ("-0.5", "94.9%", "abc", "", "nan", "inf", 0.9, None)
+        ],
+        (lambda: hit_counts_matching_printed("0.9", 8.5), "n_queries"),
+        (lambda: hit_counts_matching_printed_mean_sd("abc", "0.02", 168), "mean must be a text"),
+        (lambda: hit_counts_matching_printed_mean_sd("0.6", "2%", 168), "sd must be a text"),
+        (lambda: hit_counts_matching_printed_mean_sd("0.6", "0.02", 168, 0), "n_seeds"),
     ],
 )
 def test_bad_input_raises_with_a_message(call, text):
     with pytest.raises(InputError) as error:
         call()
     assert text in str(error.value)
+
+
+def test_the_least_possible_correlation_is_accepted():
+    "-(1 - p) / p, where one of two methods has a hit on every query; a float below it by rounding is accepted too."
+    for p in (0.5, 0.6, 0.7, 0.9):
+        assert 0 < null_lead_probability(1, 9, p, -(1 - p) / p) <= 1 and required_queries(0.1, p, -(1 - p) / p) > 0
 
 
 def test_bootstrap_refuses_more_than_one_outcome_of_a_query():

@@ -341,7 +341,7 @@ def test_a_bad_loss_is_reported_in_one_sentence(loss, words):
 
 def test_what_a_loss_says_about_its_input_is_passed_on():
     x, y = make_data()
-    with pytest.raises(InputError, match="^tau must be > 0, got 0"):
+    with pytest.raises(InputError, match="^tau must be a finite number > 0, got 0"):
         fit(pairwise_objective(partial(supcon, tau=0)), x, y)
 
 
@@ -527,3 +527,10 @@ def test_runs_that_cannot_share_their_steps_are_refused():
             device="cpu",
             stacked=True,
         )
+
+
+def test_numbers_of_an_objective_are_checked_when_it_is_made():
+    for make in (batch_triplet_objective, lambda v: with_displacement_penalty(batch_triplet_objective(0.2), v)):
+        for wrong in ("a", None, -1, float("nan")):
+            with pytest.raises(InputError, match="must be a finite number >= 0"):
+                make(wrong)

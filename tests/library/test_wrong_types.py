@@ -36,11 +36,24 @@ from ega.embed import embed
 from ega.index import IndexStore
 from ega.losses import supcon
 from ega.methods import fit_adapter
-from ega.metrics import ar_at_k, lp_at_k
+from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
 from ega.report import write_report
-from ega.search import ivf_sweep, knn
+from ega.search import build_ivf, ivf_search, ivf_sweep, knn
 from ega.selection import select_adapter
-from ega.statistics import bootstrap
+from ega.statistics import (
+    bootstrap,
+    bootstrap_worst,
+    class_means,
+    design_effect,
+    grouped_rank_correlation,
+    hit_counts_matching_printed,
+    hit_counts_matching_printed_mean_sd,
+    holm,
+    null_lead_probability,
+    paired_test,
+    required_queries,
+    variance_components,
+)
 from ega.training import pairwise_objective, train
 from ega.transform import transform_file
 from ega.vectors import check_same_order
@@ -48,6 +61,7 @@ from ega.vectors import check_same_order
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
 MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
 LABELS = (None, 3, "x", {}, [], float("nan"), -1, np.zeros((120, 2), int))
+VALUES = (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), {}, len, [float("nan")])
 PATHS = (None, 3, 1.5, b"x", [], ["a"], object(), {}, "", len)
 OBJECTS = (None, 3, "missing", b"x", [], [3], object(), {}, len)
 DEVICES = (3, "tpu", "cuda:999", b"cpu", [], object(), len)
@@ -229,13 +243,21 @@ def make_calls(folder):
                 ivf_sweep,
                 dict(xq=x, xb=x, nlist=4, nprobes=[1], k=3),
                 {"xq": MATRICES, "xb": MATRICES, "nlist": NUMBERS, "k": NUMBERS, "kmeans_seed": (*NUMBERS, 2**31)}
-                | {"nprobes": (None, 3, "x", ["a"], [1.5], [[1]], [0], object(), len)},
-            )
+                | {"nprobes": (None, 3, "x", ["a"], [1.5], [[1]], [0], object(), len, np.ones(1))},
+            ),
+            (
+                ivf_search,
+                dict(index=build_ivf(x, nlist=4), xq=x, xb=x, k=3, nprobe=2),
+                {"index": OBJECTS, "xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "nprobe": NUMBERS},
+            ),
         ],
         "metrics.lp_at_k": [
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": OBJECTS, "yb": LABELS, "yq": LABELS}),
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": wrong_pairs(*near)}),
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"k": NUMBERS, "tol": (*NUMBERS[:-3], -1)}),
+            (loo_lp_at_k, data, {"x": MATRICES, "y": LABELS, "k": NUMBERS, "extra": NUMBERS}),
+            (pair_separation, dict(pos=[0.5], neg=[1.5]), dict.fromkeys(("pos", "neg"), VALUES)),
+            (pair_distances, data | {"rng": rng}, {"x": MATRICES, "y": LABELS, "rng": OBJECTS, "n_pairs": NUMBERS}),
         ],
         "metrics.ar_at_k": [
             (ar_at_k, dict(approx=near, exact=near), {"approx": OBJECTS, "exact": OBJECTS, "k": NUMBERS}),
@@ -248,7 +270,37 @@ def make_calls(folder):
                 dict(values=x[:, 0], classes=y, rng=np.random.default_rng(0)),
                 {"values": (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), len, x[:, 0] + 1j), "classes": LABELS}
                 | {"rng": OBJECTS, "n_boot": (*NUMBERS, 10**12), "confidence": NUMBERS},
-            )
+            ),
+            (class_means, dict(values=x[:, 0], classes=y), {"values": VALUES, "classes": LABELS}),
+            (design_effect, dict(differences=x[:, 0], classes=y), {"differences": VALUES, "classes": LABELS}),
+            (paired_test, {"differences": [x[:, 0]]}, {"differences": (*VALUES, [VALUES]), "confidence": NUMBERS}),
+            (holm, {"p": [0.1, 0.2]}, {"p": (*VALUES, [2])}),
+            (bootstrap_worst, dict(benchmarks=[(x[:, 0], y)], rng=rng), {"benchmarks": VALUES, "rng": OBJECTS}),
+            (bootstrap_worst, dict(benchmarks=[(x[:, 0], y)], rng=rng), {"n_boot": NUMBERS, "confidence": NUMBERS}),
+            (
+                variance_components,
+                dict(benchmarks=[([x[:, :2].T] * 2, [y] * 2)], rng=rng),
+                {"benchmarks": VALUES, "rng": OBJECTS, "confidence": NUMBERS, "n_draws": NUMBERS},
+            ),
+            (
+                required_queries,
+                dict(lead=0.1, label_precision=0.5, correlation=0.5),
+                dict.fromkeys(("lead", "label_precision", "correlation"), (*NUMBERS[:-2], -2, len))
+                | dict.fromkeys(("significance", "power", "design_effect"), (*NUMBERS[:-3], -1, 0, len)),
+            ),
+            (
+                null_lead_probability,
+                dict(lead=1, n_queries=9, label_precision=0.5, correlation=0.5),
+                dict.fromkeys(("lead", "n_queries"), NUMBERS)
+                | dict.fromkeys(("label_precision", "correlation"), (*NUMBERS[:-2], -2)),
+            ),
+            (hit_counts_matching_printed, dict(printed="0.5", n_queries=9), {"printed": NUMBERS, "n_queries": NUMBERS}),
+            (
+                hit_counts_matching_printed_mean_sd,
+                dict(mean="0.5", sd="0.1", n_queries=9),
+                dict.fromkeys(("mean", "sd", "n_queries", "n_seeds"), NUMBERS),
+            ),
+            (grouped_rank_correlation, dict(a=[1, 2], b=[1, 2]), dict.fromkeys(("a", "b"), VALUES[:-1])),
         ],
         "report.write_report": [
             (
