@@ -229,7 +229,7 @@ def _check_transform(args):
         check_installed("ray", extra="ray")
     _check_device(args.device)
 
-
+# %% ../nbs/library/30_cli.ipynb #2c77f985
 def _check_store(args):
     "Check that the packages for a store are installed."
     from ega.arrays import check_installed

@@ -18,16 +18,22 @@ from ega.experiments.summary import check_comparable, choose_settings
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")
+PATHS = ("controls",)
 CHEAP = [("grocery", "lora_triplet"), ("grocery", "ega_released"), ("cub100", "wccn"), ("grocery", "whitened_supcon")]
 
 
-@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e != "index" and e not in CURVES])
+@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e not in ("index", *CURVES, *PATHS)])
 def experiment(request):
     return request.param, read_results(root / "data/results", request.param)
 
 
 @pytest.fixture(scope="module", params=CURVES)
 def curves(request):
+    return request.param, read_results(root / "data/results", request.param)
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def paths(request):
     return request.param, read_results(root / "data/results", request.param)
 
 
@@ -114,6 +120,36 @@ def test_curves_are_complete(curves):
         )
     for r in rows.drop_duplicates("packs").itertuples():
         assert_packs_of(r)
+
+
+def test_paths_are_complete(paths):
+    name, rows = paths
+    assert_stored(name, rows)
+    searches = {(q, g) for q in ("seen", "unseen") for g in ("own", "mixed")}
+    for _, run in rows.groupby("run_id"):
+        for _, epoch in run.groupby("epoch"):
+            assert len(epoch) == 4 and set(zip(epoch.query_set, epoch.gallery_kind)) == searches
+        last = run[run.epoch == run.epoch.max()]
+        assert (last.ivf_hit.map(len) == last.n).all() and (last.neighbour.map(len) == last.n).all()
+    for r in rows.itertuples():
+        assert len(r.query) == len(r.query_class) == len(r.hit) == r.n
+        assert np.isclose(np.mean(r.hit), r.lp_at_1, atol=1e-6)
+        is_capture_defined = (r.query_set, r.gallery_kind) == ("unseen", "mixed")
+        assert (
+            np.isclose(np.mean(r.captured), r.capture_rate, atol=1e-6) if is_capture_defined else len(r.captured) == 0
+        )
+    for r in rows.drop_duplicates("packs").itertuples():
+        assert_packs_of(r)
+
+
+def test_a_stored_path_is_reproduced():
+    rows = read_results(root / "data/results", "controls").query("benchmark == 'grocery' and split_seed == 0")
+    key = ["query_set", "gallery_kind", "epoch"]
+    for method in ("discriminant_whitening strength=0.3", "lda center=1"):
+        was = rows[rows.method == method].set_index(key)
+        config = parse_config(RunConfig, json.loads(was.config.iloc[0]))
+        now = run_experiment(config, root / "data/packs", device="cpu").set_index(key).loc[was.index]
+        assert all(np.mean(np.array(a) == np.array(b)) > 0.998 for a, b in zip(now.hit, was.hit))
 
 
 def test_curve_at_strength_one_equals_the_stored_run():
