@@ -751,7 +751,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`.
     fit_row_hashes_ : ndarray of uint64
-        `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats.
+        `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats; the same
+        for rows as they were given to `fit` and for rows of norm 1.
         `ega.evaluate` and the report recognise these rows by them.
 
     See Also

@@ -11,6 +11,7 @@ from ega.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
 from ega.estimator import EmbeddingAdapter
+from ega.evaluation import hash_rows
 from ega.index import as_transform
 from ega.monitor import Monitor, permutation_test, query_signals
 from ega.testing import error_message
@@ -254,10 +255,21 @@ def test_reference_queries_in_the_gallery_are_refused():
 
 
 def test_reference_queries_that_the_adapter_was_fitted_on_are_refused():
-    from ega import EmbeddingAdapter
-
     rows = unit(80, 3)
     adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
     with pytest.raises(InputError, match="^10 of 30 reference queries are rows that the adapter was fitted on"):
         Monitor.fit(rows[50:], adapter, gallery)
     Monitor.fit(rows[60:], adapter, gallery)
+
+
+def test_the_advice_about_refused_reference_queries_holds_for_rows_of_any_norm():
+    rows = 7 * unit(80, 3)
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
+    reference = rows[50:]
+    left = reference[~np.isin(hash_rows(reference), adapter.fit_row_hashes_)]
+    assert np.array_equal(left, rows[60:]) and len(Monitor.fit(left, adapter, 3 * gallery).reference) == 3
+    mixed = np.vstack([3 * gallery, 2 * left])
+    with pytest.raises(InputError, match="^20 of 20 reference queries are rows of the gallery"):
+        Monitor.fit(left, adapter, mixed)
+    mixed = mixed[~np.isin(hash_rows(mixed), hash_rows(left))]
+    assert np.array_equal(mixed, 3 * gallery) and len(Monitor.fit(left, adapter, mixed).reference) == 3
