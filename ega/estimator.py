@@ -495,7 +495,7 @@ class _ExportMixin:
 
     @classmethod
     def from_pretrained(cls, name: "str | Path", **kwargs: Any) -> "EmbeddingAdapter":
-        """Download from the Hugging Face hub and load. Needs ``pip install 'ega[hub]'``.
+        """Download from the Hugging Face hub and load. Needs ``pip install 'ega[hub]'``, except for a local folder.
 
         Parameters
         ----------
@@ -514,6 +514,9 @@ class _ExportMixin:
         InputError
             If a file is missing, damaged, or belongs to another estimator.
         """
+        estimator_class: Any = cls  # mypy: load is a method of another mixin
+        if isinstance(name, (str, Path)) and Path(name).is_dir():
+            return estimator_class.load(name)  # huggingface_hub would log that the folder has no config.json
         hub_class = _hub_class(cls)
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -569,8 +572,6 @@ def _hub_class(estimator_class):
 
         @classmethod
         def _from_pretrained(cls, *, model_id, **kwargs):
-            if Path(model_id).is_dir():
-                return cls(estimator_class.load(model_id))
             known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
             options = {name: kwargs[name] for name in known if kwargs.get(name) is not None}
             return cls(estimator_class.load(hub.snapshot_download(model_id, allow_patterns=["adapter.*"], **options)))
