@@ -255,15 +255,16 @@ def _check_ids(ids, n, existing):
         first = int(existing.max()) + 1 if len(existing) else 0
         _check_int64([first + n - 1])
         ids = np.arange(first, first + n)
-    given = ids  # NumPy turns a missing value in a list of texts into a text
+    given = ids
     try:
         ids = np.asarray(ids)
     except ValueError as error:
         raise InputError(f"ids must be {n} integers or texts, got a list of lists") from error
     if ids.ndim == 1 and ids.dtype.kind in "uOf":
         _check_int64(given if isinstance(given, (list, tuple)) else ids.tolist())
-    if ids.dtype.kind in "OUS" and ids.ndim and not all(isinstance(i, str) for i in given):
-        first = next(i for i in given if not isinstance(i, str))
+    values = ids if hasattr(given, "__array__") else given  # NumPy makes a missing value in a list of texts a text
+    if ids.dtype.kind in "OUS" and ids.ndim and not all(isinstance(i, str) for i in values):
+        first = next(i for i in values if not isinstance(i, str))
         raise InputError(
             f"ids must be {n} integers or texts, got a mix of types or missing values, such as {short_repr(first)}; "
             "fill missing ones in, decode bytes, and convert others, such as with [str(i) for i in ids]"
@@ -319,11 +320,33 @@ def _faiss_errors(expected):
         raise InputError(f"{expected}; FAISS says: {str(error).rsplit(': ', 1)[-1]}") from error
 
 
+def _allow_few_rows(part, opq):
+    "Set parameters of a FAISS index, and of what it contains, so that k-means of few rows prints no warning."
+    faiss = import_faiss()
+    part = faiss.downcast_index(part) if isinstance(part, faiss.Index) else part
+    if isinstance(part, faiss.ClusteringParameters):
+        part.min_points_per_centroid = 1
+    for name in ("index", "base_index", "refine_index", "storage", "quantizer", "pq", "rq", "cp"):
+        if (inner := getattr(part, name, None)) is not None:
+            _allow_few_rows(inner, opq)
+    if isinstance(part, faiss.IndexPreTransform):
+        for i in range(part.chain.size()):
+            rotation = faiss.downcast_VectorTransform(part.chain.at(i))
+            if isinstance(rotation, faiss.OPQMatrix):  # makes such a quantizer itself where it has none
+                rotation.pq = quantizer = faiss.ProductQuantizer(rotation.d_out, rotation.M, 8)
+                _allow_few_rows(quantizer, opq)
+                opq.append((rotation, quantizer))
+
+
 def _train(index, x):
-    "Train a FAISS index."
+    "Train a FAISS index; nothing is printed."
     expected = f"{len(x)} rows cannot train this index, expected more; add more at once or choose fewer lists"
+    opq: list = []  # FAISS has a pointer to each quantizer, so they must live until the end of the training
+    _allow_few_rows(index, opq)
     with _faiss_errors(expected):
         index.train(x)
+    for rotation, _ in opq:
+        rotation.pq = None
 
 # %% ../nbs/library/26_index.ipynb #a68cd8c2
 def _has_own_ids(index):
@@ -733,6 +756,11 @@ def to_pretransform(
                 f"{m.fingerprint[:12]}; pass the adapter of the index, index.adapter"
             )
         index = index.index
+    if not isinstance(index, faiss.Index):
+        raise InputError(
+            f"index must be a FAISS index or an AdaptedIndex, got {short_repr(index)}; make one of a factory string "
+            f"with faiss.index_factory({m.output_dim}, ...)"
+        )
     if index.d != m.output_dim:
         raise InputError(f"the index must have {m.output_dim} columns, as the adapter returns, got {index.d}")
     affine = faiss.LinearTransform(m.input_dim, m.output_dim, m.offset is not None)

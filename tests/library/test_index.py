@@ -499,6 +499,21 @@ def test_rows_added_by_several_threads_have_distinct_ids():
     assert len(index) == 300 and sorted(index.ids) == list(range(300))
 
 
+@pytest.mark.parametrize(
+    "factory",
+    ("IVF40,Flat", "PQ4x4", "IVF40,PQ4x4", "OPQ1_2,Flat", "IVF20_HNSW8,Flat", "PQ4x4fs", "PQ4x4,RFlat", "RQ2x4"),
+)
+def test_training_on_few_rows_prints_nothing_and_changes_nothing(factory, capfd):
+    few = as_transform(np.eye(D, dtype="f4")).transform(x[:480])
+    expected = faiss.index_factory(D, factory)
+    expected.train(few)
+    expected.add(few)
+    assert "clustering 480 points" in "".join(capfd.readouterr())
+    index = AdaptedIndex(np.eye(D, dtype="f4"), factory).add(x[:480])
+    assert capfd.readouterr() == ("", "")
+    assert np.array_equal(faiss.serialize_index(index.index), faiss.serialize_index(expected))
+
+
 def test_search_parameters_may_be_integers_of_numpy():
     index = AdaptedIndex(LINEAR, "IVF4,Flat").add(x).tune(nprobe=np.int64(2))
     assert index.index.nprobe == 2
@@ -560,6 +575,12 @@ def test_pretransform_refuses_nonlinear_and_wrong_width():
 
 
 # -- distilled, query-only ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", (None, "Flat", x, as_transform(LINEAR)))
+def test_pretransform_refuses_what_is_no_index(bad):
+    with pytest.raises(InputError, match="^index must be a FAISS index or an AdaptedIndex, got"):
+        to_pretransform(LINEAR, bad)
 
 
 def test_ridge_solutions_have_zero_gradient():
@@ -825,6 +846,23 @@ def test_ids_without_a_meaning_are_refused():
     for ids in (["a", None, "c"], ["a", float("nan"), "c"], np.array(["a", 1, 2.5], dtype=object), ["", "b", "c"]):
         with pytest.raises(InputError, match="ids must"):
             AdaptedIndex(LinearAdapter(6)).add(x, ids=ids)
+
+
+@pytest.mark.parametrize("kind", ("texts", "chunks", "dictionary", "numbers"))
+def test_ids_may_be_arrow_arrays(kind):
+    import pyarrow as pa
+
+    texts = pa.array(["b", "a", "c"])
+    ids = {
+        "texts": texts,
+        "chunks": pa.chunked_array([["b"], ["a", "c"]]),
+        "dictionary": texts.dictionary_encode(),
+        "numbers": pa.array([5, 3, 4]),
+    }[kind]
+    index = AdaptedIndex(LINEAR).add(x[:3], ids)
+    assert index.search(x[:3], 1).I[:, 0].tolist() == ids.to_pylist()
+    with pytest.raises(InputError, match="missing values, such as None"):
+        AdaptedIndex(LINEAR).add(x[:3], pa.array(["b", None, "c"]))
 
 
 def test_an_index_that_is_not_trained_and_a_setting_of_zero_are_refused():
