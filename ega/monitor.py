@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, check_embeddings, check_number, check_positive_int, short_repr
+from .arrays import InputError, check_embeddings, check_number, check_positive_int, short_repr
 from .evaluation import hash_rows
 from .files import atomic_write, check_path, read_json, read_npz
-from .index import as_transform, load_transform, save_transform
+from .index import as_transform, load_transform, save_transform, with_columns
 from .metrics import displacement
 from .search import knn
 
@@ -40,8 +40,7 @@ def query_signals(
 ) -> dict[str, np.ndarray]:  # name -> (n,) float64; without displacement where the adapter changes the dimension
     "Signals of queries that need no labels."
     m = as_transform(adapter)
-    x = as_unit_rows(x, dim=m.input_dim)
-    gallery = as_unit_rows(gallery, "gallery", dim=m.input_dim)
+    x, gallery = m.unit_rows(x), m.unit_rows(gallery, "gallery")
     if len(gallery) < check_positive_int(k, "k"):
         raise InputError(
             f"the gallery must have at least k = {k} rows, got {len(gallery)}; add rows or choose a smaller k"
@@ -170,7 +169,7 @@ def drift_test(
 # %% ../nbs/library/28_monitor.ipynb #monitor-files
 def _check_batch(monitor, batch):
     "Test a batch of queries and count it."
-    batch = as_unit_rows(batch, "batch", dim=monitor.adapter.input_dim)
+    batch = monitor.adapter.unit_rows(batch, "batch")
     result = drift_test(
         monitor.reference,
         query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
@@ -201,7 +200,11 @@ def _write_monitor(monitor, folder):
         raise InputError(f"{folder} is a file, expected a folder; name a new one")
     _check_no_other_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
+    about = {
+        "fingerprint": monitor.adapter.fingerprint,
+        "signals": list(monitor.reference),
+        "columns": monitor.adapter.columns,
+    }
     about |= {name: getattr(monitor, name) for name in ("k", "significance", "horizon", "batches_checked")}
     written = save_transform(monitor.adapter, folder)
     for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
@@ -215,10 +218,10 @@ def _write_monitor(monitor, folder):
 
 def _read_about(path):
     "Read and check `monitor.json`."
-    types = {"fingerprint": str, "signals": list, "k": int, "significance": float, "horizon": int}
-    types["batches_checked"] = int
+    types = {"fingerprint": (str,), "signals": (list,), "k": (int,), "significance": (float,), "horizon": (int,)}
+    types |= {"batches_checked": (int,), "columns": (list, type(None))}
     about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
-    wrong = [key for key in types | about if key not in types or type(about.get(key)) is not types[key]]
+    wrong = [key for key in types | about if key not in types or type(about.get(key)) not in types[key]]
     if not wrong:
         wrong = [name for name in about["signals"] if not isinstance(name, str) or name not in DRIFT_SIGNALS]
     if wrong:
@@ -235,7 +238,7 @@ def _read_monitor(folder, adapter):
     about = _read_about(folder / "monitor.json")
     arrays = read_npz(folder / "monitor.npz", ("gallery", "reference"), "what Monitor.save writes")
     fingerprint, names = about.pop("fingerprint"), about.pop("signals")
-    m = load_transform(folder, fingerprint, adapter)
+    m = with_columns(load_transform(folder, fingerprint, adapter), about.pop("columns", None), folder / "monitor.json")
     gallery = check_embeddings(arrays["gallery"], "gallery", dim=m.input_dim)
     check_embeddings(arrays["reference"], "reference", dim=len(names))
     expected = set(DRIFT_SIGNALS) - ({"displacement"} if m.output_dim != m.input_dim else set())
@@ -278,7 +281,9 @@ class _MonitorState:
                 f"{_smallest_reference(horizon / significance)} reference queries (twice as many without a gallery), "
                 "a shorter horizon, or a larger significance"
             )
-        self.adapter, self.gallery = as_transform(adapter), check_embeddings(gallery, "gallery")
+        self.adapter = as_transform(adapter)
+        self.adapter.check_columns(gallery)
+        self.gallery = check_embeddings(gallery, "gallery")
         self.reference, self.k, self.significance, self.horizon = reference, k, significance, horizon
         self.batches_checked = batches_checked
 
@@ -386,7 +391,8 @@ class Monitor(_MonitorState):
             Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
             Equal rows in reference and gallery raise an `InputError`, and so do rows of `fit` where the adapter is
             an `EmbeddingAdapter`; other adapters do not carry what they were fitted on. A reference that is too
-            small for any alert of a batch as large raises one, too.
+            small for any alert of a batch as large raises one, too. The columns of a DataFrame are checked as in
+            `EmbeddingAdapter.transform` if the adapter is an estimator, here, in the gallery and in `check`.
         adapter : adapter
             Anything `ega.index.as_transform` accepts.
         gallery : (m, d) array, optional
@@ -401,13 +407,13 @@ class Monitor(_MonitorState):
             longer time a false alarm becomes more probable.
         """
         fitted_on, adapter = getattr(adapter, "fit_row_hashes_", None), as_transform(adapter)
-        reference = as_unit_rows(reference, "reference", dim=adapter.input_dim)
+        reference = adapter.unit_rows(reference, "reference")
         if fitted_on is not None:
             _check_not_fitted_on(reference, fitted_on)
         if gallery is None:
             reference, gallery = _halve(reference, k)
         else:
-            gallery = as_unit_rows(gallery, "gallery", dim=adapter.input_dim)
+            gallery = adapter.unit_rows(gallery, "gallery")
             _check_not_in_gallery(reference, gallery)
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)

@@ -1,10 +1,13 @@
 "AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
+import json
 import pickle
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn.decomposition
 import torch
@@ -22,6 +25,7 @@ from ega.adapters import (
 )
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
+from ega.estimator import EmbeddingAdapter
 from ega.index import (
     AdaptedIndex,
     IndexStore,
@@ -301,6 +305,61 @@ def test_an_interrupted_add_is_reported_by_later_calls(tmp_path):
     for call in (lambda: i.search(xq, 1), lambda: i.add(x), lambda: i.save(tmp_path / "i")):
         assert "154 rows, but 0 ids" in error_message(call)
     assert not (tmp_path / "i").exists()
+
+
+def named(rows, kind="texts"):
+    return pd.DataFrame(rows, columns=[f"f{i}" for i in range(D)] if kind == "texts" else range(5, 5 + D))
+
+
+@pytest.fixture(scope="module", params=("texts", "integers"))
+def fitted_on_names(request):
+    "An estimator that was fitted on a DataFrame, the DataFrame, and its columns in the order of another."
+    frame = named(x, request.param)
+    return EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y), frame, frame[frame.columns[::-1]]
+
+
+def test_an_index_checks_the_columns_of_a_dataframe_as_transform_does(fitted_on_names, tmp_path):
+    e, frame, moved = fitted_on_names
+    index = AdaptedIndex(e).add(frame)
+    message = error_message(lambda: e.transform(moved))
+    loaded = AdaptedIndex.load(index.save(tmp_path / "i"))
+    passed = AdaptedIndex.load(tmp_path / "i", e.adapter_)
+    chained = AdaptedIndex([e, LINEAR]).add(frame)
+    for i in (index, loaded, passed, chained, AdaptedIndex(pickle.loads(pickle.dumps(index.adapter))).add(x)):
+        for call in (i.search, i.add):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert error_message(lambda: call(moved)) == message and len(i) == N
+        for rows in (frame, x, x.tolist(), pd.DataFrame(x)):  # an array and columns 0, 1, ... have no names
+            assert (i.search(rows, 1).I[:, 0] == np.arange(N)).mean() > 0.99
+    other = frame.rename(columns={"f0": "other"})
+    if isinstance(frame.columns[0], str):  # integers that are not those of fit are no names, as in transform
+        assert error_message(lambda: index.search(other)) == error_message(lambda: e.transform(other))
+    assert len(loaded.add(e.transform(moved.iloc[:, ::-1]), np.arange(N, 2 * N), adapted_by=e.fingerprint_)) == 2 * N
+
+
+def test_other_functions_of_raw_rows_check_the_columns(fitted_on_names):
+    e, frame, moved = fitted_on_names
+    message, rng = error_message(lambda: e.transform(moved)), np.random.default_rng(0)
+    for call in (
+        lambda rows: distill(e, rows, rng),
+        lambda rows: fit_query_only(e, rows, rng),
+        lambda rows: map_queries_only(rows, e),
+        lambda rows: rescale_for_query_only(rows, e),
+        lambda rows: mapped_norms(rows, e),
+    ):
+        call(frame)
+        assert error_message(lambda: call(moved)) == message
+
+
+@pytest.mark.parametrize("columns", ("f0", {}, [], ["f0"], [["f0"]] * D, ["f0"] * D, [1.5] * D, ["a", *range(1, D)]))
+def test_damaged_names_of_columns_are_refused(fitted_on_names, tmp_path, columns):
+    about = AdaptedIndex(fitted_on_names[0]).add(x[:9]).save(tmp_path / "i") / "about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"columns": columns}))
+    with pytest.raises(InputError, match=f"about.json: columns must be {D} distinct texts or integers"):
+        AdaptedIndex.load(tmp_path / "i")
+    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "columns"}))
+    assert AdaptedIndex.load(tmp_path / "i").adapter.columns is None
 
 
 def test_embeddings_of_another_adapter_are_refused():

@@ -5,6 +5,7 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -292,6 +293,37 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 )
 def test_bad_input_raises(call, words):
     assert words in error_message(call)
+
+
+@pytest.mark.parametrize("columns", ([f"f{i}" for i in range(D)], range(5, 5 + D)), ids=("texts", "integers"))
+def test_columns_of_a_dataframe_are_checked_as_transform_does(tmp_path, columns):
+    def frame(*args):
+        return pd.DataFrame(unit(*args), columns=columns)
+
+    def moved(*args):
+        return frame(*args).iloc[:, ::-1]
+
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(pd.DataFrame(gallery, columns=columns), y)
+    message = error_message(lambda: e.transform(moved(9, 1)))
+    monitor = Monitor.fit(frame(50, 7), e, frame(200, 8))
+    loaded = Monitor.load(monitor.save(tmp_path / "m"))
+    assert loaded.check(frame(9, 1)) == monitor.check(unit(9, 1))
+    for call in (
+        lambda: Monitor.fit(moved(50, 7), e, frame(200, 8)),
+        lambda: Monitor.fit(frame(50, 7), e, moved(200, 8)),
+        lambda: Monitor(e, moved(200, 8), monitor.reference),
+        lambda: monitor.check(moved(9, 1)),
+        lambda: loaded.check(moved(9, 1)),
+        lambda: query_signals(moved(9, 1), e, gallery),
+        lambda: query_signals(unit(9, 1), e, moved(200, 8)),
+    ):
+        assert error_message(call) == message
+    assert monitor.batches_checked == loaded.batches_checked == 1
+    about = json.loads((tmp_path / "m/monitor.json").read_text())
+    for bad in (["f0"] * D, ["f0"], [], [1.5] * D):
+        (tmp_path / "m/monitor.json").write_text(json.dumps(about | {"columns": bad}))
+        with pytest.raises(InputError, match=f"monitor.json: columns must be {D} distinct texts or integers"):
+            Monitor.load(tmp_path / "m")
 
 
 def test_rows_of_any_norm_are_checked_as_unit_rows():
