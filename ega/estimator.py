@@ -495,7 +495,7 @@ class _ExportMixin:
 
     @classmethod
     def from_pretrained(cls, name: "str | Path", **kwargs: Any) -> "EmbeddingAdapter":
-        """Download from the Hugging Face hub and load. Needs ``pip install 'ega[hub]'``.
+        """Download from the Hugging Face hub and load. Needs ``pip install 'ega[hub]'``, except for a local folder.
 
         Parameters
         ----------
@@ -514,6 +514,9 @@ class _ExportMixin:
         InputError
             If a file is missing, damaged, or belongs to another estimator.
         """
+        estimator_class: Any = cls  # mypy: load is a method of another mixin
+        if isinstance(name, (str, Path)) and Path(name).is_dir():
+            return estimator_class.load(name)  # huggingface_hub would log that the folder has no config.json
         hub_class = _hub_class(cls)
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -569,8 +572,6 @@ def _hub_class(estimator_class):
 
         @classmethod
         def _from_pretrained(cls, *, model_id, **kwargs):
-            if Path(model_id).is_dir():
-                return cls(estimator_class.load(model_id))
             known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
             options = {name: kwargs[name] for name in known if kwargs.get(name) is not None}
             return cls(estimator_class.load(hub.snapshot_download(model_id, allow_patterns=["adapter.*"], **options)))
@@ -751,7 +752,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`.
     fit_row_hashes_ : ndarray of uint64
-        `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats.
+        `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats; the same
+        for rows as they were given to `fit` and for rows of norm 1.
         `ega.evaluate` and the report recognise these rows by them.
 
     See Also

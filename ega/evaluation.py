@@ -20,6 +20,7 @@ import pandas as pd
 from .adapters import transform
 from ega.arrays import (
     InputError,
+    as_unit_rows,
     check_and_normalize,
     check_embeddings,
     check_feature_names,
@@ -143,13 +144,13 @@ def change_against_frozen(
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-hash-rows
 def hash_rows(
-    x: np.ndarray,  # (n, d) unit rows
+    x: np.ndarray,  # (n, d) rows of any norm but 0
 ) -> np.ndarray:  # (n,) uint64
-    """Hash of 64 bits of each row, rounded to three decimals.
+    """Hash of 64 bits of each row, brought to norm 1 as `EmbeddingAdapter.fit` does and rounded to three decimals.
 
     Copies of a row that were stored as float16 or int8 may get another hash.
     """
-    rounded = np.rint(1000 * x).astype("<i2")
+    rounded = np.rint(1000 * as_unit_rows(x)).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
 

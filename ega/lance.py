@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import InputError, check_embeddings, check_positive_int, import_optional, short_repr
+from .arrays import InputError, check_positive_int, import_optional, short_repr
 from .files import check_path, short_error
 from .index import as_transform
 from .packs import EmbeddingSet
@@ -391,7 +391,7 @@ class AdaptedTable:
 
         _check_names(self.table, [] if columns is None else columns)
         _check_condition(where)
-        z = self.adapter.transform(check_embeddings(xq, "xq"))
+        z = self.adapter.adapt(self.adapter.unit_rows(xq, "xq"))
         query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
         query = query.limit(self._clip_k(k)).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query

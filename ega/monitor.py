@@ -9,15 +9,17 @@ __all__ = ['DRIFT_SIGNALS', 'query_signals', 'permutation_test', 'DriftResult', 
 import json
 import re
 from functools import lru_cache
+from itertools import count
+from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, check_embeddings, check_number, check_positive_int
+from .arrays import InputError, check_embeddings, check_number, check_positive_int, short_repr
 from .evaluation import hash_rows
 from .files import atomic_write, check_path, read_json, read_npz
-from .index import as_transform, load_transform, save_transform
+from .index import as_transform, load_transform, save_transform, with_columns
 from .metrics import displacement
 from .search import knn
 
@@ -38,8 +40,7 @@ def query_signals(
 ) -> dict[str, np.ndarray]:  # name -> (n,) float64; without displacement where the adapter changes the dimension
     "Signals of queries that need no labels."
     m = as_transform(adapter)
-    x = as_unit_rows(x, dim=m.input_dim)
-    gallery = as_unit_rows(gallery, "gallery", dim=m.input_dim)
+    x, gallery = m.unit_rows(x), m.unit_rows(gallery, "gallery")
     if len(gallery) < check_positive_int(k, "k"):
         raise InputError(
             f"the gallery must have at least k = {k} rows, got {len(gallery)}; add rows or choose a smaller k"
@@ -73,7 +74,10 @@ def permutation_test(
     "Permutation test of equal distributions that is sensitive to a shift of any signal."
     from scipy.stats import rankdata
 
-    pooled = np.concatenate([batch, reference])
+    check_embeddings(batch, "batch", dim=check_embeddings(reference, "reference").shape[1])
+    check_positive_int(n_permutations, "n_permutations")
+    check_positive_int(seed, "seed", minimum=0)
+    pooled = np.concatenate([np.asarray(batch, np.float64), np.asarray(reference, np.float64)])
     ranks = rankdata(pooled, axis=0) - (len(pooled) + 1) / 2
     ranks /= np.maximum(ranks.std(0), 1e-12)  # a constant signal has ranks 0
     shift = ranks[: len(batch)].mean(0)
@@ -81,6 +85,38 @@ def permutation_test(
     permuted = np.maximum.reduce([np.abs(column[subsets].mean(1)) for column in ranks.T])
     n_as_large = (permuted >= np.abs(shift).max() - 1e-12).sum()  # equal up to rounding counts as equal
     return float((1 + n_as_large) / (1 + n_permutations)), shift
+
+# %% ../nbs/library/28_monitor.ipynb #a4a6f1f5
+def _check_signals(signals, name):
+    "The number of queries of a dictionary of signals; `InputError` unless they are known, (n,), of one n and finite."
+    if not isinstance(signals, dict) or not signals:
+        raise InputError(f"{name} must be the signals of query_signals, got {short_repr(signals)}")
+    if unknown := [key for key in signals if key not in DRIFT_SIGNALS]:
+        raise InputError(f"{name} must have the signals {', '.join(DRIFT_SIGNALS)}, got {str(unknown[0])[:40]!r}")
+    values = [np.asarray(v) for v in signals.values()]
+    if {v.shape for v in values} != {(len(v),) for v in values if v.ndim} or len({v.shape for v in values}) > 1:
+        raise InputError(f"the signals of {name} must have one shape (n,), got {[v.shape for v in values]}")
+    if not len(values[0]) or not all(v.dtype.kind in "fiu" and np.isfinite(v).all() for v in values):
+        raise InputError(f"the signals of {name} must be finite numbers, at least one; make them with query_signals")
+    return len(values[0])
+
+
+def _smallest_batch(
+    n: int,  # reference queries
+    n_subsets: float,  # needed: horizon / significance
+) -> int:
+    "The smallest batch that can raise an alert: of b queries with at least `n_subsets` subsets of b of n + b."
+    check_positive_int(n, "n")
+    b, subsets = 1, n + 1
+    while subsets < n_subsets * (1 - 1e-9):  # rounding of horizon / significance
+        b += 1
+        subsets = subsets * (n + b) // b
+    return b
+
+
+def _smallest_reference(n_subsets):
+    "The smallest reference with which a batch as large as the reference can raise an alert."
+    return next(n for n in count(1) if _smallest_batch(n, n_subsets) <= n)
 
 # %% ../nbs/library/28_monitor.ipynb #judged
 class DriftResult(NamedTuple):
@@ -103,6 +139,17 @@ def drift_test(
     batch_number: int = 1,  # since the monitor was made
 ) -> DriftResult:
     "Test the signals of one batch against those of the reference, at level significance / horizon."
+    check_number(significance, "significance", above=0, below=1)
+    check_positive_int(horizon, "horizon")
+    n, b = _check_signals(reference, "reference"), _check_signals(signals, "signals")
+    if list(signals) != list(reference):
+        raise InputError(f"signals must be {', '.join(reference)}, as in reference, got {', '.join(signals)}")
+    if b < (smallest := _smallest_batch(n, horizon / significance)):
+        raise InputError(
+            f"a batch of {b} cannot raise an alert: with {n} reference queries it has {comb(n + b, b):,} subsets, and "
+            f"horizon / significance = {horizon / significance:,.0f} are needed; give at least {smallest} queries in "
+            "a batch, more reference queries, or a shorter horizon"
+        )
     threshold, n_permutations = significance / horizon, int(np.ceil(5 * horizon / significance)) - 1
     matrices = [np.stack(list(s.values()), 1) for s in (reference, signals)]
     p, shift = permutation_test(*matrices, n_permutations=n_permutations)
@@ -122,7 +169,7 @@ def drift_test(
 # %% ../nbs/library/28_monitor.ipynb #monitor-files
 def _check_batch(monitor, batch):
     "Test a batch of queries and count it."
-    batch = as_unit_rows(batch, "batch", dim=monitor.adapter.input_dim)
+    batch = monitor.adapter.unit_rows(batch, "batch")
     result = drift_test(
         monitor.reference,
         query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
@@ -153,7 +200,11 @@ def _write_monitor(monitor, folder):
         raise InputError(f"{folder} is a file, expected a folder; name a new one")
     _check_no_other_files(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
+    about = {
+        "fingerprint": monitor.adapter.fingerprint,
+        "signals": list(monitor.reference),
+        "columns": monitor.adapter.columns,
+    }
     about |= {name: getattr(monitor, name) for name in ("k", "significance", "horizon", "batches_checked")}
     written = save_transform(monitor.adapter, folder)
     for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
@@ -167,10 +218,10 @@ def _write_monitor(monitor, folder):
 
 def _read_about(path):
     "Read and check `monitor.json`."
-    types = {"fingerprint": str, "signals": list, "k": int, "significance": float, "horizon": int}
-    types["batches_checked"] = int
+    types = {"fingerprint": (str,), "signals": (list,), "k": (int,), "significance": (float,), "horizon": (int,)}
+    types |= {"batches_checked": (int,), "columns": (list, type(None))}
     about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
-    wrong = [key for key in types | about if key not in types or type(about.get(key)) is not types[key]]
+    wrong = [key for key in types | about if key not in types or type(about.get(key)) not in types[key]]
     if not wrong:
         wrong = [name for name in about["signals"] if not isinstance(name, str) or name not in DRIFT_SIGNALS]
     if wrong:
@@ -187,7 +238,7 @@ def _read_monitor(folder, adapter):
     about = _read_about(folder / "monitor.json")
     arrays = read_npz(folder / "monitor.npz", ("gallery", "reference"), "what Monitor.save writes")
     fingerprint, names = about.pop("fingerprint"), about.pop("signals")
-    m = load_transform(folder, fingerprint, adapter)
+    m = with_columns(load_transform(folder, fingerprint, adapter), about.pop("columns", None), folder / "monitor.json")
     gallery = check_embeddings(arrays["gallery"], "gallery", dim=m.input_dim)
     check_embeddings(arrays["reference"], "reference", dim=len(names))
     expected = set(DRIFT_SIGNALS) - ({"displacement"} if m.output_dim != m.input_dim else set())
@@ -199,17 +250,6 @@ def _read_monitor(folder, adapter):
     return (m, gallery, dict(zip(names, arrays["reference"].T))), about
 
 # %% ../nbs/library/28_monitor.ipynb #monitor-state
-def _check_signals(reference):
-    "Raise `InputError` unless a dictionary holds known signals (n,) of one length and finite numbers."
-    if unknown := [name for name in reference if name not in DRIFT_SIGNALS]:
-        raise InputError(f"reference must have the signals {', '.join(DRIFT_SIGNALS)}, got {str(unknown[0])[:40]!r}")
-    values = [np.asarray(v) for v in reference.values()]
-    if {v.shape for v in values} != {(len(v),) for v in values if v.ndim} or len({v.shape for v in values}) > 1:
-        raise InputError(f"the signals of reference must have one shape (n,), got {[v.shape for v in values]}")
-    if not all(v.dtype.kind in "fiu" and np.isfinite(v).all() for v in values):
-        raise InputError("the signals of reference must be finite numbers; make them with query_signals")
-
-
 class _MonitorState:
     "Fields of a `Monitor`, saving and loading."
 
@@ -228,15 +268,22 @@ class _MonitorState:
         check_number(significance, "significance", above=0, below=1)
         check_positive_int(horizon, "horizon")
         check_positive_int(batches_checked, "batches_checked", minimum=0)
-        if not isinstance(reference, dict) or not reference:
-            raise InputError(f"reference must be the signals of query_signals, got {type(reference).__name__}")
-        _check_signals(reference)
+        n = _check_signals(reference, "reference")
         if 5 * horizon / significance > 10**7:
             raise InputError(
                 f"horizon/significance must be at most {10**7 // 5:,}, got {horizon / significance:.3g}: "
                 "the test would need too many random subsets; choose a shorter horizon"
             )
-        self.adapter, self.gallery = as_transform(adapter), check_embeddings(gallery, "gallery")
+        if _smallest_batch(n, horizon / significance) > n:
+            raise InputError(
+                f"a reference of {n} queries is too small: a batch as large has {comb(2 * n, n):,} subsets, and "
+                f"horizon / significance = {horizon / significance:,.0f} are needed for an alert; give at least "
+                f"{_smallest_reference(horizon / significance)} reference queries (twice as many without a gallery), "
+                "a shorter horizon, or a larger significance"
+            )
+        self.adapter = as_transform(adapter)
+        self.adapter.check_columns(gallery)
+        self.gallery = check_embeddings(gallery, "gallery")
         self.reference, self.k, self.significance, self.horizon = reference, k, significance, horizon
         self.batches_checked = batches_checked
 
@@ -343,7 +390,9 @@ class Monitor(_MonitorState):
         reference : (n, d) array
             Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
             Equal rows in reference and gallery raise an `InputError`, and so do rows of `fit` where the adapter is
-            an `EmbeddingAdapter`; other adapters do not carry what they were fitted on.
+            an `EmbeddingAdapter`; other adapters do not carry what they were fitted on. A reference that is too
+            small for any alert of a batch as large raises one, too. The columns of a DataFrame are checked as in
+            `EmbeddingAdapter.transform` if the adapter is an estimator, here, in the gallery and in `check`.
         adapter : adapter
             Anything `ega.index.as_transform` accepts.
         gallery : (m, d) array, optional
@@ -358,13 +407,13 @@ class Monitor(_MonitorState):
             longer time a false alarm becomes more probable.
         """
         fitted_on, adapter = getattr(adapter, "fit_row_hashes_", None), as_transform(adapter)
-        reference = as_unit_rows(reference, "reference", dim=adapter.input_dim)
+        reference = adapter.unit_rows(reference, "reference")
         if fitted_on is not None:
             _check_not_fitted_on(reference, fitted_on)
         if gallery is None:
             reference, gallery = _halve(reference, k)
         else:
-            gallery = as_unit_rows(gallery, "gallery", dim=adapter.input_dim)
+            gallery = adapter.unit_rows(gallery, "gallery")
             _check_not_in_gallery(reference, gallery)
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)
@@ -376,6 +425,7 @@ class Monitor(_MonitorState):
         ----------
         batch : (b, d) array
             Raw queries, none of them in the gallery: a row of the gallery finds itself, which counts as a change.
+            A batch that is too small for any alert raises an `InputError` with the size that is needed.
 
         Returns
         -------

@@ -751,6 +751,16 @@ def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):
     ) and fetched == [("me/adapter", ["adapter.*"])]  # nothing else of a repository is fetched
 
 
+def test_a_local_folder_is_loaded_without_the_hub_and_in_silence(fitted, tmp_path, monkeypatch, capfd, caplog):
+    e, x, _ = fitted
+    e.save(tmp_path / "a")
+    capfd.readouterr()
+    assert np.array_equal(EmbeddingAdapter.from_pretrained(tmp_path / "a").transform(x), e.transform(x))
+    assert capfd.readouterr() == ("", "") and not caplog.records
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    EmbeddingAdapter.from_pretrained(str(tmp_path / "a"))
+
+
 def test_missing_extra_is_named(fitted, tmp_path, monkeypatch):
     for package, extra, call in (
         ("onnx", "onnx", lambda: fitted[0].to_onnx(tmp_path / "a.onnx")),

@@ -412,6 +412,8 @@ def test_rows_that_were_fitted_on_are_recognised_in_any_scale_order_and_company(
         assert table["trained on", "seen"] == expected.sum()
         assert table["seen", "seen"] == (y < 8).sum() - expected.sum()
     assert len(e.fit_row_hashes_) == expected.sum()
+    for copy in (5 * x[order], pd.DataFrame(5 * x[order]), torch.from_numpy(x[order])):
+        assert np.isin(hash_rows(copy), e.fit_row_hashes_).sum() == expected.sum()
     new = normalize(x + 0.01 * np.random.default_rng(1).normal(size=x.shape))
     assert "trained on" not in set(evaluate(e, new, y).group)
 
@@ -421,6 +423,7 @@ def test_hash_rows_is_a_fixed_function_of_the_rounded_row():
     hashes = hash_rows(rows)
     assert hashes.dtype == np.uint64 and hashes[0] == hashes[2] and len(set(hashes.tolist())) == 3
     assert (hash_rows(rows[1:2]) == hashes[1]).all()
+    assert (hash_rows([[6.0, 8.0], [-0.4, 0.3]]) == hashes[:2]).all()  # rows of any norm
     assert hashes[0] == int.from_bytes(hashlib.blake2b(np.array([600, 800], "<i2"), digest_size=8).digest(), "little")
 
 

@@ -1,10 +1,13 @@
 "AdaptedIndex and IndexStore against transform-then-search; saving, migration, distillation, query-only search."
 
+import json
 import pickle
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn.decomposition
 import torch
@@ -22,6 +25,7 @@ from ega.adapters import (
 )
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
+from ega.estimator import EmbeddingAdapter
 from ega.index import (
     AdaptedIndex,
     IndexStore,
@@ -303,6 +307,61 @@ def test_an_interrupted_add_is_reported_by_later_calls(tmp_path):
     assert not (tmp_path / "i").exists()
 
 
+def named(rows, kind="texts"):
+    return pd.DataFrame(rows, columns=[f"f{i}" for i in range(D)] if kind == "texts" else range(5, 5 + D))
+
+
+@pytest.fixture(scope="module", params=("texts", "integers"))
+def fitted_on_names(request):
+    "An estimator that was fitted on a DataFrame, the DataFrame, and its columns in the order of another."
+    frame = named(x, request.param)
+    return EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y), frame, frame[frame.columns[::-1]]
+
+
+def test_an_index_checks_the_columns_of_a_dataframe_as_transform_does(fitted_on_names, tmp_path):
+    e, frame, moved = fitted_on_names
+    index = AdaptedIndex(e).add(frame)
+    message = error_message(lambda: e.transform(moved))
+    loaded = AdaptedIndex.load(index.save(tmp_path / "i"))
+    passed = AdaptedIndex.load(tmp_path / "i", e.adapter_)
+    chained = AdaptedIndex([e, LINEAR]).add(frame)
+    for i in (index, loaded, passed, chained, AdaptedIndex(pickle.loads(pickle.dumps(index.adapter))).add(x)):
+        for call in (i.search, i.add):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert error_message(lambda: call(moved)) == message and len(i) == N
+        for rows in (frame, x, x.tolist(), pd.DataFrame(x)):  # an array and columns 0, 1, ... have no names
+            assert (i.search(rows, 1).I[:, 0] == np.arange(N)).mean() > 0.99
+    other = frame.rename(columns={"f0": "other"})
+    if isinstance(frame.columns[0], str):  # integers that are not those of fit are no names, as in transform
+        assert error_message(lambda: index.search(other)) == error_message(lambda: e.transform(other))
+    assert len(loaded.add(e.transform(moved.iloc[:, ::-1]), np.arange(N, 2 * N), adapted_by=e.fingerprint_)) == 2 * N
+
+
+def test_other_functions_of_raw_rows_check_the_columns(fitted_on_names):
+    e, frame, moved = fitted_on_names
+    message, rng = error_message(lambda: e.transform(moved)), np.random.default_rng(0)
+    for call in (
+        lambda rows: distill(e, rows, rng),
+        lambda rows: fit_query_only(e, rows, rng),
+        lambda rows: map_queries_only(rows, e),
+        lambda rows: rescale_for_query_only(rows, e),
+        lambda rows: mapped_norms(rows, e),
+    ):
+        call(frame)
+        assert error_message(lambda: call(moved)) == message
+
+
+@pytest.mark.parametrize("columns", ("f0", {}, [], ["f0"], [["f0"]] * D, ["f0"] * D, [1.5] * D, ["a", *range(1, D)]))
+def test_damaged_names_of_columns_are_refused(fitted_on_names, tmp_path, columns):
+    about = AdaptedIndex(fitted_on_names[0]).add(x[:9]).save(tmp_path / "i") / "about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"columns": columns}))
+    with pytest.raises(InputError, match=f"about.json: columns must be {D} distinct texts or integers"):
+        AdaptedIndex.load(tmp_path / "i")
+    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "columns"}))
+    assert AdaptedIndex.load(tmp_path / "i").adapter.columns is None
+
+
 def test_embeddings_of_another_adapter_are_refused():
     i, other = AdaptedIndex(LINEAR).add(x), as_transform(NONLINEAR)
     for call in (
@@ -499,6 +558,21 @@ def test_rows_added_by_several_threads_have_distinct_ids():
     assert len(index) == 300 and sorted(index.ids) == list(range(300))
 
 
+@pytest.mark.parametrize(
+    "factory",
+    ("IVF40,Flat", "PQ4x4", "IVF40,PQ4x4", "OPQ1_2,Flat", "IVF20_HNSW8,Flat", "PQ4x4fs", "PQ4x4,RFlat", "RQ2x4"),
+)
+def test_training_on_few_rows_prints_nothing_and_changes_nothing(factory, capfd):
+    few = as_transform(np.eye(D, dtype="f4")).transform(x[:480])
+    expected = faiss.index_factory(D, factory)
+    expected.train(few)
+    expected.add(few)
+    assert "clustering 480 points" in "".join(capfd.readouterr())
+    index = AdaptedIndex(np.eye(D, dtype="f4"), factory).add(x[:480])
+    assert capfd.readouterr() == ("", "")
+    assert np.array_equal(faiss.serialize_index(index.index), faiss.serialize_index(expected))
+
+
 def test_search_parameters_may_be_integers_of_numpy():
     index = AdaptedIndex(LINEAR, "IVF4,Flat").add(x).tune(nprobe=np.int64(2))
     assert index.index.nprobe == 2
@@ -560,6 +634,12 @@ def test_pretransform_refuses_nonlinear_and_wrong_width():
 
 
 # -- distilled, query-only ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", (None, "Flat", x, as_transform(LINEAR)))
+def test_pretransform_refuses_what_is_no_index(bad):
+    with pytest.raises(InputError, match="^index must be a FAISS index or an AdaptedIndex, got"):
+        to_pretransform(LINEAR, bad)
 
 
 def test_ridge_solutions_have_zero_gradient():
@@ -825,6 +905,23 @@ def test_ids_without_a_meaning_are_refused():
     for ids in (["a", None, "c"], ["a", float("nan"), "c"], np.array(["a", 1, 2.5], dtype=object), ["", "b", "c"]):
         with pytest.raises(InputError, match="ids must"):
             AdaptedIndex(LinearAdapter(6)).add(x, ids=ids)
+
+
+@pytest.mark.parametrize("kind", ("texts", "chunks", "dictionary", "numbers"))
+def test_ids_may_be_arrow_arrays(kind):
+    import pyarrow as pa
+
+    texts = pa.array(["b", "a", "c"])
+    ids = {
+        "texts": texts,
+        "chunks": pa.chunked_array([["b"], ["a", "c"]]),
+        "dictionary": texts.dictionary_encode(),
+        "numbers": pa.array([5, 3, 4]),
+    }[kind]
+    index = AdaptedIndex(LINEAR).add(x[:3], ids)
+    assert index.search(x[:3], 1).I[:, 0].tolist() == ids.to_pylist()
+    with pytest.raises(InputError, match="missing values, such as None"):
+        AdaptedIndex(LINEAR).add(x[:3], pa.array(["b", None, "c"]))
 
 
 def test_an_index_that_is_not_trained_and_a_setting_of_zero_are_refused():

@@ -1,12 +1,14 @@
 "LanceDB tables: writing, migration and its resumption, activation, search, errors."
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from ega.adapters import LinearAdapter, transform
 from ega.arrays import normalize
 from ega.closed_form import WCCN, LDAMap
+from ega.estimator import EmbeddingAdapter
 from ega.index import as_transform
 from ega.lance import AdaptedTable, activate, active_column, migrate_table, open_table, write_table
 from ega.packs import EmbeddingSet
@@ -43,6 +45,17 @@ def exact(adapter, k):
     return knn(m.transform(xq), m.transform(x), k)
 
 
+def test_queries_in_a_dataframe_are_checked_as_transform_does(table):
+    columns = [f"f{i}" for i in range(D)]
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(pd.DataFrame(x, columns=columns), y)
+    activate(table, migrate_table(table, e))
+    searched, frame = AdaptedTable(table, e), pd.DataFrame(xq, columns=columns)
+    assert np.array_equal(searched.search(frame, 3).I, searched.search(xq, 3).I)
+    message = error_message(lambda: e.transform(frame[columns[::-1]]))
+    for call in (searched.search, searched.rows):
+        assert error_message(lambda: call(frame[columns[::-1]])) == message
+
+
 def test_table_contains_the_embedding_set(table):
     rows = table.search().select(["id", "label", "split", "vector"]).limit(N).to_arrow()
     assert (
@@ -64,7 +77,7 @@ def test_migration_resumes_while_raw_column_is_searched(tmp_path, table, monkeyp
     "From another connection; rows added in between are adapted too."
     adapted = []
     m = as_transform(WHITENING)._replace(
-        transform=lambda rows: (adapted.append(len(rows)), as_transform(WHITENING).transform(rows))[1]
+        adapt=lambda rows: (adapted.append(len(rows)), as_transform(WHITENING).transform(rows))[1]
     )
     column = migrate_table(table, m, batch_size=50, max_rows=120)
     assert (

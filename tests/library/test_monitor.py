@@ -2,8 +2,10 @@
 
 import json
 from itertools import combinations
+from math import comb
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -11,11 +13,13 @@ from ega.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
 from ega.estimator import EmbeddingAdapter
+from ega.evaluation import hash_rows
 from ega.index import as_transform
-from ega.monitor import Monitor, permutation_test, query_signals
+from ega.monitor import Monitor, drift_test, permutation_test, query_signals
 from ega.testing import error_message
 
 D = 12
+SIGNALS = {"neighbour_overlap": np.linspace(0, 1, 20), "nearest_distance": np.linspace(1, 2, 20)}
 
 
 def unit(n, seed, shift=0.0):
@@ -175,6 +179,38 @@ def test_threshold_is_significance_over_horizon(monkeypatch, p, alert):
     assert Monitor.fit(unit(60, 10), WHITE, gallery, horizon=10).check(unit(9, 11)).alert == alert
 
 
+@pytest.mark.parametrize("n, smallest", ((7, 7), (20, 4), (62, 2), (63, 2), (240, 2), (1998, 2), (1999, 1)))
+def test_a_batch_that_cannot_raise_an_alert_is_refused(n, smallest):
+    "2,000 subsets are needed by default; at the smallest size that is accepted, the farthest queries can alert."
+    assert comb(n + smallest, smallest) >= 2000 > comb(n + smallest - 1, smallest - 1)
+    reference = {"nearest_distance": np.linspace(0, 1, n)}
+    settings = dict(significance=0.05, horizon=100)
+
+    def far(b):
+        return {"nearest_distance": np.linspace(2, 3, b)}
+
+    if smallest > 1:
+        message = error_message(lambda: drift_test(reference, far(smallest - 1), **settings))
+        assert f"with {n} reference queries" in message and f"at least {smallest} queries" in message
+    assert drift_test(reference, far(smallest + 1), **settings).alert
+    drift_test(reference, far(smallest), **settings)
+
+
+def test_single_queries_are_refused_and_not_counted():
+    m = Monitor.fit(unit(240, 10), WHITE, gallery)
+    with pytest.raises(InputError, match="^a batch of 1 cannot raise an alert: with 240 reference queries it has 241"):
+        m.check(unit(1, 11, 9.0))
+    assert m.batches_checked == 0 and m.check(unit(2, 11, 9.0)).batch_number == 1
+
+
+@pytest.mark.parametrize("horizon, smallest", ((100, 7), (10, 5), (1, 3)))
+def test_a_reference_that_is_too_small_for_any_alert_is_refused(horizon, smallest):
+    assert comb(2 * smallest, smallest) >= horizon / 0.05 > comb(2 * smallest - 2, smallest - 1)
+    with pytest.raises(InputError, match=f"give at least {smallest} reference queries"):
+        Monitor.fit(unit(smallest - 1, 10), WHITE, gallery, horizon=horizon)
+    Monitor.fit(unit(smallest, 10), WHITE, gallery, horizon=horizon)
+
+
 def test_default_gallery_is_every_other_row():
     rows = unit(100, 14)
     a, b = Monitor.fit(rows, WHITE), Monitor.fit(rows[1::2], WHITE, rows[::2])
@@ -229,12 +265,65 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
         (lambda: Monitor.fit(unit(1, 7), WHITE), "give at least 19 distinct rows, a gallery"),
         (lambda: Monitor.fit(unit(5, 7).repeat(8, 0), WHITE), "got 0 of 40 rows"),
         (lambda: Monitor.fit(unit(50, 7)[:, :4], WHITE, gallery), "reference must have"),
+        (lambda: permutation_test(unit(9, 1), unit(9, 2)[:, :3], n_permutations=9), "batch must have 12 columns"),
+        (lambda: permutation_test(unit(9, 1)[0], unit(9, 2), n_permutations=9), "reference must have shape (n, d)"),
+        (lambda: permutation_test(unit(9, 1), unit(9, 2)[:0], n_permutations=9), "batch is empty"),
+        (lambda: permutation_test(unit(9, 1), np.nan * unit(9, 2), n_permutations=9), "batch has NaN"),
+        (lambda: permutation_test(unit(9, 1), unit(9, 2), n_permutations=0), "n_permutations must be an integer >= 1"),
+        (lambda: permutation_test(unit(9, 1), unit(9, 2), n_permutations=9, seed=-1), "seed must be an integer >= 0"),
+        (lambda: drift_test(SIGNALS, SIGNALS, significance=2, horizon=5), "significance must be"),
+        (lambda: drift_test(SIGNALS, SIGNALS, significance=0.1, horizon=0), "horizon must be"),
+        (lambda: drift_test(SIGNALS, unit(9, 1), significance=0.1, horizon=5), "signals must be the signals of"),
+        (lambda: drift_test({}, SIGNALS, significance=0.1, horizon=5), "reference must be the signals of"),
+        (
+            lambda: drift_test(SIGNALS, {"displacement": np.ones(9)}, significance=0.1, horizon=5),
+            "signals must be neighbour_overlap, nearest_distance, as in reference, got displacement",
+        ),
+        (
+            lambda: drift_test(SIGNALS, {k: v[:0] for k, v in SIGNALS.items()}, significance=0.1, horizon=5),
+            "at least one",
+        ),
+        (
+            lambda: drift_test(SIGNALS, {k: v * np.nan for k, v in SIGNALS.items()}, significance=0.1, horizon=5),
+            "the signals of signals must be finite",
+        ),
         (lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]), "batch must have"),
         (lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]), "columns"),
     ],
 )
 def test_bad_input_raises(call, words):
     assert words in error_message(call)
+
+
+@pytest.mark.parametrize("columns", ([f"f{i}" for i in range(D)], range(5, 5 + D)), ids=("texts", "integers"))
+def test_columns_of_a_dataframe_are_checked_as_transform_does(tmp_path, columns):
+    def frame(*args):
+        return pd.DataFrame(unit(*args), columns=columns)
+
+    def moved(*args):
+        return frame(*args).iloc[:, ::-1]
+
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(pd.DataFrame(gallery, columns=columns), y)
+    message = error_message(lambda: e.transform(moved(9, 1)))
+    monitor = Monitor.fit(frame(50, 7), e, frame(200, 8))
+    loaded = Monitor.load(monitor.save(tmp_path / "m"))
+    assert loaded.check(frame(9, 1)) == monitor.check(unit(9, 1))
+    for call in (
+        lambda: Monitor.fit(moved(50, 7), e, frame(200, 8)),
+        lambda: Monitor.fit(frame(50, 7), e, moved(200, 8)),
+        lambda: Monitor(e, moved(200, 8), monitor.reference),
+        lambda: monitor.check(moved(9, 1)),
+        lambda: loaded.check(moved(9, 1)),
+        lambda: query_signals(moved(9, 1), e, gallery),
+        lambda: query_signals(unit(9, 1), e, moved(200, 8)),
+    ):
+        assert error_message(call) == message
+    assert monitor.batches_checked == loaded.batches_checked == 1
+    about = json.loads((tmp_path / "m/monitor.json").read_text())
+    for bad in (["f0"] * D, ["f0"], [], [1.5] * D):
+        (tmp_path / "m/monitor.json").write_text(json.dumps(about | {"columns": bad}))
+        with pytest.raises(InputError, match=f"monitor.json: columns must be {D} distinct texts or integers"):
+            Monitor.load(tmp_path / "m")
 
 
 def test_rows_of_any_norm_are_checked_as_unit_rows():
@@ -254,10 +343,21 @@ def test_reference_queries_in_the_gallery_are_refused():
 
 
 def test_reference_queries_that_the_adapter_was_fitted_on_are_refused():
-    from ega import EmbeddingAdapter
-
     rows = unit(80, 3)
     adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
     with pytest.raises(InputError, match="^10 of 30 reference queries are rows that the adapter was fitted on"):
         Monitor.fit(rows[50:], adapter, gallery)
     Monitor.fit(rows[60:], adapter, gallery)
+
+
+def test_the_advice_about_refused_reference_queries_holds_for_rows_of_any_norm():
+    rows = 7 * unit(80, 3)
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
+    reference = rows[50:]
+    left = reference[~np.isin(hash_rows(reference), adapter.fit_row_hashes_)]
+    assert np.array_equal(left, rows[60:]) and len(Monitor.fit(left, adapter, 3 * gallery).reference) == 3
+    mixed = np.vstack([3 * gallery, 2 * left])
+    with pytest.raises(InputError, match="^20 of 20 reference queries are rows of the gallery"):
+        Monitor.fit(left, adapter, mixed)
+    mixed = mixed[~np.isin(hash_rows(mixed), hash_rows(left))]
+    assert np.array_equal(mixed, 3 * gallery) and len(Monitor.fit(left, adapter, mixed).reference) == 3

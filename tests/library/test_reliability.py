@@ -292,7 +292,7 @@ from ega.index import as_transform
 from ega.lance import migrate_table, write_table
 es = read_pack(sys.argv[1]); m = as_transform(WCCN(.3).fit(es.x, es.y))
 def adapted(x): print("batch", flush=True); time.sleep(.05); return m.transform(x)
-migrate_table(write_table(sys.argv[2], es, batch_size=40), m._replace(transform=adapted), batch_size=16)
+migrate_table(write_table(sys.argv[2], es, batch_size=40), m._replace(adapt=adapted), batch_size=16)
 print("done", flush=True)
 """
 
