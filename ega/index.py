@@ -37,6 +37,7 @@ from ega.arrays import (
     as_unit_rows,
     check_embeddings,
     check_feature_names,
+    check_generator,
     check_number,
     check_positive_int,
     check_unit_norm,
@@ -840,7 +841,7 @@ def _ridge_solutions(x, target, prior):
 
 def _hold_out(n, share, rng):
     "Random row numbers: (held out, used for fitting)."
-    order, n_held = rng.permutation(n), int(round(share * n))
+    order, n_held = check_generator(rng).permutation(n), int(round(share * n))
     if not 1 <= n_held < n:
         raise InputError(f"held_out must leave rows on both sides, got {share} of {n}")
     return order[:n_held], order[n_held:]

@@ -107,7 +107,8 @@ class _Progress(NamedTuple):
 def _list_changes(earlier, expected, differing):
     "What an earlier run had otherwise: settings with both values, the rest by name."
     changes = [f"another {name}" for name in differing if name != "settings"]
-    was, now = earlier.get("settings") or {}, expected["settings"]
+    was, now = earlier.get("settings"), expected["settings"]
+    was = was if isinstance(was, dict) else {}
     changes += [f"{name} {short_repr(was.get(name))}, not {now[name]!r}" for name in now if was.get(name) != now[name]]
     return " and ".join(changes)
 

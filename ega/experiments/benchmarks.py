@@ -1412,7 +1412,7 @@ GROUPS |= {
 }
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #7767a5e0
-def _fit_sizes(n, d, classes, limit_s, settings=((1, 0), (2, 1))):
+def _fit_sizes(n, d, classes, limit_s, settings):
     "Sizes of one fit; `settings` are numbers of threads and of busy processes beside it."
     size = dict(n=n, d=d, classes=classes, limit_s=limit_s, batch=256, lr=1e-3, new_process=True)
     return tuple(size | {"threads": threads, "busy": busy} for threads, busy in settings)
@@ -1433,7 +1433,7 @@ GROUPS["fit"] = Group(
         "floor": floor_fit,
     },
     sizes=_fit_sizes(10**4, 384, 200, 30, product((1, 2), (0, 1)))
-    + _fit_sizes(10**5, 768, 1000, 90)
+    + _fit_sizes(10**5, 768, 1000, 90, [(1, 0)])
     + _fit_sizes(10**6, 768, 1000, 120, [(1, 0)]),
     quick_sizes=(_TINY_FIT,),
     repeats=3,

@@ -668,6 +668,7 @@ def test_distill_measures_on_held_out_rows():
     assert "as many output as input" in error_message(
         lambda: distill(ADAPTERS["lda"], x, np.random.default_rng(0))
     ) and "held_out" in error_message(lambda: distill(NONLINEAR, x, np.random.default_rng(0), held_out=1.0))
+    assert "rng must be a numpy.random.Generator" in error_message(lambda: distill(NONLINEAR, x, 0))
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
