@@ -1,6 +1,6 @@
 """The lowest versions that pyproject.toml promises, in an environment of their own, must pass the tests of the core.
 
-uv resolves them (`--resolution lowest-direct`); Python 3.10 where it is installed, else the one that runs this."""
+uv resolves them (`--resolution lowest-direct`); Python 3.11 where it is installed, else the one that runs this."""
 
 import os
 import subprocess
@@ -45,8 +45,8 @@ print("Python", platform.python_version(), *(f"{p} {importlib.metadata.version(p
 
 
 def interpreter():
-    "Python 3.10 if there is one."
-    found = subprocess.run([uv, "python", "find", "--no-python-downloads", "3.10"], capture_output=True, text=True)
+    "Python 3.11 if there is one."
+    found = subprocess.run([uv, "python", "find", "--no-python-downloads", "3.11"], capture_output=True, text=True)
     return found.stdout.strip() if found.returncode == 0 else sys.executable
 
 

@@ -26,7 +26,7 @@ EXPERIMENTS = [
     {"experiments.protocols", "experiments.plots", "experiments.harness", "experiments.throughput"},
     {"experiments.runs"},
     {"experiments.grids", "experiments.summary", "experiments.benchmarks"},
-    {"experiments.published", "experiments.tables"},
+    {"experiments.published", "experiments.tables", "experiments.claims"},
     {"experiments.cli"},
 ]
 LAYERS = LIBRARY + EXPERIMENTS  # an experiment may import the whole library; the library imports no experiment

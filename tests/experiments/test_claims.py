@@ -1,0 +1,154 @@
+"Claims: rules, and every effect against a loop over replicates of made-up outcomes."
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ega.arrays import InputError
+from ega.experiments.claims import (
+    CENTERED_WHITENING,
+    EFFECTS,
+    OVER_THE_BATCH,
+    PAPER_METHODS,
+    Outcomes,
+    change_at_seen_gain,
+    decide,
+    difference_at_equal_seen_gain,
+    evaluate_claims,
+    load_claims,
+)
+from ega.experiments.protocols import MAIN_BENCHMARKS
+from ega.experiments.summary import add_mean_over_benchmarks
+from ega.statistics import grouped_rank_correlation
+
+CLAIMS = Path(__file__).resolve().parents[2] / "data/claims.toml"
+EPOCHS = (0, 10, 150)
+TRAINED = (*PAPER_METHODS, "ega_preserve", "supcon_preserve")
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    "Random replicates of all methods and epochs."
+    rng, made = np.random.default_rng(0), Outcomes.__new__(Outcomes)
+    columns = [("frozen", 0), (CENTERED_WHITENING, 0), *product(TRAINED, EPOCHS)]
+    searches = [*product(("seen", "unseen"), ("own", "mixed"), ("lp_at_1",)), ("unseen", "mixed", "capture_rate")]
+    tables = {}
+    for benchmark, search in product(MAIN_BENCHMARKS, searches):
+        values = pd.DataFrame(50 + 10 * rng.normal(size=(31, len(columns))), columns=pd.MultiIndex.from_tuples(columns))
+        for method in TRAINED:
+            values[method, 0] = values["frozen", 0]
+        tables[(benchmark, *search)] = values
+    made.replicates = add_mean_over_benchmarks(tables)
+    keys = pd.MultiIndex.from_product([MAIN_BENCHMARKS, PAPER_METHODS])
+    made.active_ratio = pd.Series(rng.random(len(keys)), index=keys)
+    return made
+
+
+def change(outcomes, row, benchmark, query_set, gallery, method, epoch=150, metric="lp_at_1"):
+    table = outcomes.replicates[benchmark, query_set, gallery, metric]
+    return table[method, epoch].iloc[row] - table["frozen", 0].iloc[row]
+
+
+def mean(outcomes, row, *where, **kwargs):
+    "Mean of five benchmarks on unseen classes; on seen ones the two of tiny200 count once."
+    weight = {b: 0.5 if where[0] == "seen" and b.startswith("tiny200") else 1 for b in MAIN_BENCHMARKS}
+    total = sum(weight[b] * change(outcomes, row, b, *where, **kwargs) for b in MAIN_BENCHMARKS)
+    return total / sum(weight.values())
+
+
+def expected(outcomes, row, gallery):
+    "Every effect of one replicate, in the words of claims.toml."
+
+    def of(method, query_set="unseen", where=gallery, **kwargs):
+        return mean(outcomes, row, query_set, where, method, **kwargs)
+
+    def worst_value(method):
+        return min(outcomes.replicates[b, "unseen", gallery, "lp_at_1"][method, 150].iloc[row] for b in MAIN_BENCHMARKS)
+
+    def worst_change(method):
+        return min(change(outcomes, row, b, "unseen", gallery, method) for b in MAIN_BENCHMARKS)
+
+    pairs = list(product(MAIN_BENCHMARKS, PAPER_METHODS))
+    rank = grouped_rank_correlation(
+        np.array([outcomes.active_ratio[pair] for pair in pairs]),
+        np.array([change(outcomes, row, b, "unseen", gallery, m) for b, m in pairs]),
+        np.repeat(range(5), 7),
+    )
+    captured = {m: of(m, where="mixed", metric="capture_rate") for m in (*OVER_THE_BATCH, "ega_released")}
+    rivals = ("icon_self_included", "nca_half_repulsion", "lora_supcon", "lora_triplet")
+    whitening = {q: of(CENTERED_WHITENING, q, epoch=0) for q in ("seen", "unseen")}
+    return {
+        ("ega_preserves", "EGA (paper)"): worst_change("ega_paper"),
+        ("ega_preserves", "EGA (released)"): worst_change("ega_released"),
+        ("ega_best_worst_case", ""): worst_value("ega_released") - max(map(worst_value, rivals)),
+        ("triplet_loss_harms_less", ""): of("ega_released") - max(map(of, OVER_THE_BATCH)),
+        ("few_active_triplets", ""): rank,
+        ("ega_captures_less", ""): min(captured[m] for m in OVER_THE_BATCH) - captured["ega_released"],
+        ("mixed_gallery_is_harder", ""): of("ega_released", where="mixed") - of("ega_released", where="own"),
+        ("penalty_protects", ""): min(of("ega_preserve") - of("ega_released"), of("supcon_preserve") - of("supcon")),
+        ("geometry_is_enough", ""): whitening["unseen"] - max(map(of, PAPER_METHODS)),
+        ("training_gains_on_seen_classes", ""): max(of(m, "seen") for m in PAPER_METHODS) - whitening["seen"],
+        ("longer_training_costs_more", ""): np.mean([of(m) - of(m, epoch=10) for m in PAPER_METHODS]),
+    }
+
+
+@pytest.mark.parametrize("gallery", ["own", "mixed"])
+def test_effects_equal_a_loop_over_replicates(outcomes, gallery):
+    for row in (0, 7):
+        for (claim, name), value in expected(outcomes, row, gallery).items():
+            assert np.isclose(EFFECTS[claim][name](outcomes, gallery)[row], value), (claim, name)
+
+
+def test_a_path_is_read_where_it_first_reaches_a_seen_gain():
+    seen, unseen = np.array([0.0, 4.0, 3.0, 8.0]), np.array([0.0, -1.0, -2.0, -7.0])
+    assert [change_at_seen_gain(seen, unseen, gain) for gain in (-1, 0, 2, 4, 6)] == [0, 0, -0.5, -1, -5]
+    assert change_at_seen_gain(seen, unseen, 9) == -7
+
+
+def test_paths_are_compared_at_the_smaller_of_their_largest_seen_gains(outcomes):
+    found = difference_at_equal_seen_gain(outcomes, "own", "cub100", "ega_released", "supcon")
+    for row in (0, 5):
+        paths = {
+            m: [[change(outcomes, row, "cub100", q, "own", m, epoch=e) for e in EPOCHS] for q in ("seen", "unseen")]
+            for m in ("ega_released", "supcon")
+        }
+        gain = min(max(seen) for seen, _ in paths.values())
+        a, b = (change_at_seen_gain(np.array(s), np.array(u), gain) for s, u in paths.values())
+        assert np.isclose(found[row], a - b)
+    each = [difference_at_equal_seen_gain(outcomes, "own", b, "ega_released", "supcon") for b in MAIN_BENCHMARKS]
+    assert np.allclose(EFFECTS["equal_seen_gain"][""](outcomes, "own"), np.mean(each, axis=0))
+
+
+def test_verdicts_follow_the_interval_of_the_replicates(outcomes):
+    claims = load_claims(CLAIMS)
+    assert [claim.id for claim in claims] == list(EFFECTS)
+    table = evaluate_claims(claims, outcomes)
+    assert len(table) == 2 * 12 - 2  # two verdicts for each gallery, of two claims in the mixed one only
+    by_id = {claim.id: claim for claim in claims}
+    for line in table.itertuples():
+        values = EFFECTS[line.id][line.of](outcomes, line.gallery)
+        assert line.estimate == values[0] and np.allclose([line.low, line.high], np.percentile(values[1:], [2.5, 97.5]))
+        assert line.verdict == decide(by_id[line.id], line.low, line.high)
+    harder = by_id["mixed_gallery_is_harder"]
+    assert [decide(harder, *ends) for ends in ((-2, -1), (1, 2), (-1, 1), (-1, 0), (0, 1))] == [
+        "held",
+        "did not hold",
+        "undecided",
+        "undecided",
+        "undecided",
+    ]
+
+
+def test_missing_results_and_unreadable_rules_are_named(outcomes, tmp_path):
+    with pytest.raises(InputError, match="lda has no results on cub100 after epoch None; finish the grid first"):
+        outcomes.value("cub100", "unseen", "own", "lda")
+    with pytest.raises(InputError, match="supcon has no results on mean after epoch 80"):
+        outcomes.change("mean", "unseen", "own", "supcon", epoch=80)
+    for rule in ("low >= 0", "low", "middle > 0", "low > zero"):
+        text = CLAIMS.read_text().replace('held = "low > -1"', f'held = "{rule}"', 1)
+        (tmp_path / "claims.toml").write_text(text)
+        with pytest.raises(InputError, match="ega_preserves: a rule must be such as 'low > 0'"):
+            load_claims(tmp_path / "claims.toml")
