@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..adapters import count_parameters, save_adapter, transform
-from ..arrays import normalize, peak_memory_mb
+from ..arrays import linear, normalize, peak_memory_mb
 from ..transform import progress_file, transform_file
 from ..vectors import open_vectors
 
@@ -67,13 +67,13 @@ def fraction_of_matmul_speed(
 
 # %% ../../nbs/experiments/10_throughput.ipynb #products
 def _products(weights, rows, batch_size):
-    "Function that runs one `torch.mm` for each weight and batch, into preallocated buffers."
-    operands = [(torch.randn(batch_size, w.shape[1]), w.T, torch.empty(batch_size, len(w))) for w in weights]
+    "Function that computes one product for each weight and batch, as adapters do: by oneDNN where it is faster."
+    operands = [(torch.randn(batch_size, w.shape[1]), w) for w in weights]
 
     def run():
         for _ in range(0, rows, batch_size):
-            for x, w, out in operands:
-                torch.mm(x, w, out=out)
+            for x, w in operands:
+                linear(x, w)
 
     return run
 
