@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MISSING_TEXTS', 'RNG_NAMES', 'InputError', 'import_optional', 'check_installed', 'short_repr', 'check_positive_int',
-           'check_number', 'check_numbers', 'check_generator', 'out_of_range', 'check_embeddings', 'normalize',
-           'has_unit_norm', 'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels',
-           'parse_label_fields', 'match_classes', 'check_rows_per_class', 'check_matrix', 'check_and_normalize',
-           'iter_unit_rows', 'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator',
-           'check_device_name', 'pick_device', 'peak_memory_mb', 'linear', 'defer_sigint']
+           'check_number', 'check_numbers', 'check_generator', 'check_utf8', 'out_of_range', 'check_embeddings',
+           'normalize', 'has_unit_norm', 'as_unit_rows', 'check_unit_norm', 'check_labels', 'rows_by_class',
+           'encode_labels', 'parse_label_fields', 'match_classes', 'check_rows_per_class', 'check_matrix',
+           'check_and_normalize', 'iter_unit_rows', 'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs',
+           'torch_generator', 'check_device_name', 'pick_device', 'peak_memory_mb', 'linear', 'defer_sigint']
 
 # %% ../nbs/library/01_arrays.ipynb #exported-imports
 import hashlib
@@ -150,6 +150,18 @@ def check_generator(
             f"{name} must be a numpy.random.Generator, got {type(rng).__name__}; make one with np.random.default_rng(0)"
         )
     return rng
+
+
+def check_utf8(
+    texts: Sequence[str],
+    name: str,  # name of the argument in error messages
+) -> None:
+    "Raise `InputError` for texts that UTF-8 cannot store: they hold halves of characters, from a wrong decoding."
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        bad = next(text for text in texts if text.encode(errors="replace").decode() != text)
+        raise InputError(f"{name} must be texts that UTF-8 can store, got {str(bad)!r}; decode them again") from None
 
 # %% ../nbs/library/01_arrays.ipynb #to-numpy
 def _check_dense(tensor, name):
@@ -354,7 +366,8 @@ def normalize(x: "ArrayLike", name: str = "x", *, dim: int | None = None) -> np.
     zero = np.flatnonzero(largest[:, 0] == 0)
     if len(zero):
         raise InputError(
-            f"{name} has {len(zero)} rows of norm 0, first row {zero[0]}; they have no direction: drop them"
+            f"{name} has {len(zero)} row{'s' * (len(zero) > 1)} of norm 0, first row {zero[0]}; a row of zeros has no "
+            "direction: drop it"
         )
     a = a / largest
     a /= np.linalg.norm(a, axis=1, keepdims=True)
@@ -794,6 +807,16 @@ def _integer_columns(X):
     return names if names and all(isinstance(name, (int, np.integer)) for name in names) else None
 
 
+def _check_name_types(X):
+    "Raise `InputError` for names of columns whose order cannot be compared, because they are no texts or integers."
+    for name in getattr(X, "columns", ()):
+        if not isinstance(name, (str, int, np.integer)) or isinstance(name, bool):
+            raise InputError(
+                f"names of columns must be texts or integers, got {short_repr(name)}; rename them, such as with "
+                "X.columns = range(X.shape[1])"
+            )
+
+
 def check_feature_names(
     estimator: Any,  # its `feature_names_in_` is set or compared
     X: Any,  # array, or DataFrame with names of columns
@@ -808,6 +831,7 @@ def check_feature_names(
 
     if repeated := _repeated_column(X):
         raise InputError(f"the columns of X must have distinct names, got several named {repeated!r}; rename them")
+    _check_name_types(X)
     try:
         _check_feature_names(estimator, X, reset=reset)
     except (ValueError, TypeError) as error:  # TypeError: texts and integers together

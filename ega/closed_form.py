@@ -456,6 +456,7 @@ class ValidatedWCCN(LinearMap):
         check_positive_int(self.random_state, "random_state", minimum=0)
         check_positive_int(self.cv, "cv", minimum=2)
         check_positive_int(self.max_rows, "max_rows", minimum=2)
+        normalize(X, "X")  # raises for a row of zeros, with its number
         whitening = WCCN(self.shrinkage).fit(X, y)
         self.lp_changes_ = 100 * _left_out_changes(check_embeddings(X), check_labels(y, len(X)), self)
         matrix = np.eye(len(whitening.matrix_)) if _is_loss(self.lp_changes_) else whitening.matrix_
@@ -577,7 +578,7 @@ class DiscriminantWhitening(LinearMap):
     Attributes
     ----------
     matrix_ : numpy.ndarray of shape (d, d), float32
-        With a mean squared row norm of 1.
+        The product below; with discrimination 0 its mean squared row norm is 1.
     whitening_, scaling_ : numpy.ndarray of shape (d, d), float32
         The matrix with discrimination 0, and what discrimination 1 multiplies the whitened rows by:
         ``matrix_ = whitening_ @ ((1 - discrimination) * eye(d) + discrimination * scaling_)``.

@@ -400,14 +400,16 @@ def evaluate(
     Returns
     -------
     pandas.DataFrame
-        A row for each `group` of queries and `gallery`. Groups: "unseen", rows of classes the estimator was not fitted
-        on; "seen", rows of classes it was fitted on; "trained on", rows it was fitted on, which show how well it fits
-        and not what it gains. Galleries: "mixed", all labelled rows; "unseen" or "seen", the labelled rows of such
-        classes. `n_rows` can be queries, and `n_queries` of them were: all, where the numbers are equal. In points:
-        LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen queries in
-        the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries whose nearest
-        neighbour belongs to a seen class (else NaN). `n_copies` queries have an exact copy of themselves as nearest
-        neighbour in the frozen embeddings, and the gallery has rows of `n_gallery_classes`.
+        A row for each `group` of queries and `gallery`. Groups: "unseen", rows of classes the estimator was not
+        fitted on; "seen", rows of classes it was fitted on; "trained on", rows it was fitted on, which show how
+        well it fits and not what it gains; such a row counts as a row of a seen class, whatever its label is
+        now. Galleries: "mixed", all labelled rows; "unseen" or "seen", the labelled rows of such classes.
+        `n_rows` can be queries, and `n_queries` of them were: all, where the numbers are equal. In points: LP@1
+        `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen queries
+        in the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries whose
+        nearest neighbour belongs to a seen class (else NaN). `n_copies` queries have an exact copy of
+        themselves as nearest neighbour in the frozen embeddings, and the gallery has rows of
+        `n_gallery_classes`.
 
     Raises
     ------

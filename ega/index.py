@@ -41,11 +41,21 @@ from ega.arrays import (
     check_number,
     check_positive_int,
     check_unit_norm,
+    check_utf8,
     normalize,
     short_repr,
 )
 from .closed_form import LinearMap
-from .files import READ_ERRORS, atomic_write, check_path, file_hash, hash_arrays, read_json, short_error
+from ega.files import (
+    READ_ERRORS,
+    atomic_write,
+    check_path,
+    file_hash,
+    hash_arrays,
+    make_folder,
+    read_json,
+    short_error,
+)
 from .search import Neighbours, import_faiss, knn
 from .transform import file_stat_key, transform_file
 from .vectors import VectorFile, check_not_adapted, open_vectors
@@ -214,7 +224,7 @@ def save_transform(
     save_adapter(m.module, folder / "adapter.safetensors")
     return ["adapter.safetensors"]
 
-
+# %% ../nbs/library/26_index.ipynb #05a582cb
 def load_transform(
     folder: Path | str,  # where save_transform wrote
     fingerprint: str,  # the fingerprint that is expected
@@ -320,7 +330,10 @@ def _check_ids(ids, n, existing):
     if ids.shape != (n,) or ids.dtype.kind not in "iuU":
         advice = "; convert them, such as with [str(i) for i in ids]" if ids.shape == (n,) else ""
         raise InputError(f"ids must be {n} integers or texts, got {ids.dtype} of shape {ids.shape}{advice}")
-    ids = ids.astype(np.int64) if ids.dtype.kind != "U" else ids
+    if ids.dtype.kind == "U":
+        check_utf8(ids, "ids")
+    else:
+        ids = ids.astype(np.int64)
     if len(existing) and existing.dtype.kind != ids.dtype.kind:
         kind = "integers" if existing.dtype.kind == "i" else "texts"
         raise InputError(f"ids must be {kind} like those in the index, got {ids.dtype}")
@@ -548,7 +561,7 @@ def _write_index(index, folder):
     if folder.exists() and not (folder / "about.json").exists():
         if not all(_INDEX_FILES.fullmatch(f.name) for f in folder.iterdir()):
             raise InputError(f"{folder} contains files that are not of an index; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     faiss_name = _write_hashed(
         folder, "index", ".faiss", lambda path: import_faiss().write_index(index.index, str(path))
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from .arrays import InputError, check_embeddings, check_number, check_positive_int, short_repr
 from .evaluation import hash_rows
-from .files import atomic_write, check_path, read_json, read_npz
+from .files import atomic_write, check_path, make_folder, read_json, read_npz
 from .index import as_transform, load_transform, save_transform, with_columns
 from .metrics import displacement
 from .search import knn
@@ -199,7 +199,7 @@ def _write_monitor(monitor, folder):
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder; name a new one")
     _check_no_other_files(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     about = {
         "fingerprint": monitor.adapter.fingerprint,
         "signals": list(monitor.reference),

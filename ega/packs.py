@@ -24,6 +24,7 @@ from ega.arrays import (
     check_generator,
     check_labels,
     check_unit_norm,
+    check_utf8,
     rows_by_class,
     short_repr,
 )
@@ -63,9 +64,11 @@ def _as_texts(values, name):
         values = list(values)
         _check_no_missing(values, name)
     try:
-        return np.array(values, dtype=str)
+        texts = np.array(values, dtype=str)
     except ValueError as error:
         raise InputError(f"{name} must be a flat sequence of texts, got rows of different lengths") from error
+    check_utf8(texts.ravel(), name)
+    return texts
 
 
 def _check_set(embeddings):
@@ -84,6 +87,7 @@ def _check_set(embeddings):
         raise InputError(f"classes must be a sequence of texts, got {names!r}")
     _check_no_missing(names := list(names), "classes")
     classes = tuple(map(str, names))
+    check_utf8(classes, "classes")
     if len(set(classes)) < len(classes):
         repeated = Counter(classes).most_common(1)[0][0]
         raise InputError(f"classes must have distinct names, {repeated!r} occurs more than once; rename them")

@@ -504,6 +504,8 @@ def _compare_and_select(
     for key in comparisons[0].changes:
         seen, unseen = zip(*(c.changes[key] for c in comparisons))
         changes[key] = (np.concatenate(seen), np.concatenate(unseen))
+    if not changes:
+        raise InputError("strengths must hold a number above 0, because the candidates have no closed form at 0; add 1")
     seen_rows = np.concatenate([f.seen_queries for f in folds])
     unseen_rows = np.concatenate([f.unseen_queries for f in folds])
     table = score_candidates(

@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ from ega.arrays import (
     check_labels,
     check_rows_per_class,
     check_unit_norm,
+    check_utf8,
     defer_sigint,
     encode_labels,
     import_optional,
@@ -47,7 +49,7 @@ REAL = st.floats(-1e6, 1e6, width=32).filter(lambda v: v == 0 or abs(v) > 1e-6)
 def test_normalize_keeps_directions_or_reports_zero_rows(a):
     zero = np.flatnonzero((a == 0).all(1))
     if len(zero):
-        with pytest.raises(InputError, match=f"{len(zero)} rows of norm 0, first row {zero[0]}"):
+        with pytest.raises(InputError, match=rf"{len(zero)} rows? of norm 0, first row {zero[0]}; a row of zeros"):
             normalize(a)
         return
     x = normalize(a)
@@ -133,6 +135,23 @@ def test_check_embeddings_checks_dim():
         check_embeddings(np.ones((1, 2)), "xq", dim=3)
     with pytest.raises(InputError, match="dim must be an integer >= 1, got '3'"):
         check_embeddings(np.ones((1, 3)), dim="3")
+
+
+@pytest.mark.parametrize("texts", [["a", "b\ud800"], np.array(["\udcff"])])
+def test_texts_that_utf8_cannot_store_are_named(texts):
+    with pytest.raises(InputError, match=r"ids must be texts that UTF-8 can store, got '.*\\ud"):
+        check_utf8(texts, "ids")
+    check_utf8(["é", "日本", ""], "ids")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [np.arange(3.0), pd.to_datetime(["2020", "2021", "2022"]), [b"a", b"b", b"c"], [("a", 1), ("a", 2), ("b", 1)]],
+)
+def test_names_of_columns_without_an_order_are_refused(names):
+    frame = pd.DataFrame(np.eye(3), columns=names)
+    with pytest.raises(InputError, match="names of columns must be texts or integers, got"):
+        check_feature_names(SimpleNamespace(), frame, reset=True)
 
 
 def test_check_unit_norm_reports_deviation_and_accepts_float16():

@@ -575,7 +575,7 @@ def test_only_a_symmetric_matrix_has_a_power(S, words):
 
 def test_rows_that_are_zero_are_told_from_rows_that_become_zero():
     X = np.array([[1.0, 0.1, 0], [1.0, -0.1, 0], [0.1, 1.0, 0], [0.3, 1.0, 0]])
-    with pytest.raises(InputError, match="X has 1 rows of norm 0, first row 1"):
+    with pytest.raises(InputError, match="X has 1 row of norm 0, first row 1"):
         WCCN().fit(X, [0, 0, 1, 1]).transform([[1, 0, 0], [0, 0, 0]])
     first_column = WCCN()._set_map(np.eye(3)[:, :1], np.zeros(3))
     with pytest.raises(InputError, match="2 of 3 rows of X became 0 under the map, first row 1"):
@@ -589,3 +589,10 @@ def test_logit_map_warns_of_max_iter_alone():
     with pytest.warns(UserWarning, match="LogitMap used all of max_iter=1 steps") as caught:
         LogitMap(max_iter=1).fit(x, np.arange(24) // 2)
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_validated_wccn_names_a_row_of_zeros():
+    x, y = np.random.default_rng(0).normal(size=(160, 8)), np.arange(160) % 16
+    x[5] = 0
+    with pytest.raises(InputError, match="X has 1 row of norm 0, first row 5"):
+        ValidatedWCCN().fit(x, y)

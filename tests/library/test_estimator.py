@@ -1104,3 +1104,9 @@ def test_no_candidates_and_a_repository_without_a_name_are_refused(fitted):
         EmbeddingAdapter(candidates=()).fit(x, y)
     with pytest.raises(InputError, match="repo_id must name a repository, such as 'me/adapter', got ''"):
         e.push_to_hub("")
+
+
+def test_strengths_that_leave_nothing_to_compare_are_refused():
+    x, y = world(0)
+    with pytest.raises(InputError, match="strengths must hold a number above 0"):
+        EmbeddingAdapter("lda", strengths=(0,)).fit(x, y)

@@ -14,7 +14,7 @@ import pytest
 
 from ega import files
 from ega.arrays import InputError, encode_labels
-from ega.files import atomic_write, check_output, hash_arrays, read_csv_columns, short_error
+from ega.files import atomic_write, check_output, check_path, hash_arrays, make_folder, read_csv_columns, short_error
 from ega.packs import EmbeddingSet, write_pack
 from ega.vectors import read_labels
 
@@ -182,3 +182,19 @@ def test_blanks_around_the_name_of_a_column_are_named(column, words, tmp_path):
         return
     with pytest.raises(InputError, match=words):
         read_labels(path, column)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "n" * 300, "folder/" + "é" * 130])
+def test_names_that_no_file_can_have_are_refused(name, tmp_path):
+    with pytest.raises(InputError, match="names of at most 255 bytes without NUL"):
+        check_path(tmp_path / name)
+    check_path(tmp_path / ("n" * 255))
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file/folder", tmp_path / "file"):
+        with pytest.raises(InputError, match="this folder cannot be made"):
+            make_folder(path)
+    make_folder(tmp_path / "a/b")
+    make_folder(tmp_path / "a/b")

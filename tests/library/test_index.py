@@ -416,6 +416,7 @@ def filled_with_ids(factory):
             "2 integers or texts in an array .* got generator",
         ),
         (lambda: AdaptedIndex(LINEAR).add(x[:2], {1, 2}), "2 integers or texts in an array or list, got set"),
+        (lambda: AdaptedIndex(LINEAR).add(x[:2], ["a", "\ud800"]), "ids must be texts that UTF-8 can store"),
         (lambda: AdaptedIndex(WCCN()), "got WCCN; fit it first"),
         (lambda: AdaptedIndex(sklearn.decomposition.PCA()), "got PCA; fit it first"),
         (lambda: AdaptedIndex(sklearn.decomposition.PCA(2).fit(x)), "got PCA; give it a number d"),

@@ -420,7 +420,7 @@ def test_library_does_not_import_experiments(module):
         (lambda: AdapterConfig(init_transform="wccn"), "AdapterConfig.shrinkage must be given .* 'wccn', got None"),
         (lambda: LossConfig(3), "LossConfig.kind must be the name of a registered loss, got 3"),
         (lambda: LossConfig("supcon", tau=0), "LossConfig.tau must be a finite number > 0, got 0"),
-        (lambda: LossConfig("triplet", margin="a"), "LossConfig.margin must be a finite number, got 'a'"),
+        (lambda: LossConfig("triplet", margin="a"), "LossConfig.margin must be a finite number >= 0, got 'a'"),
         (lambda: LossConfig("supcon", lam=-1), "LossConfig.lam must be a finite number >= 0, got -1"),
         (lambda: LossConfig("triplet", sampler="x"), "LossConfig.sampler must be one of batch, dataset, got 'x'"),
         (lambda: LossConfig("triplet", self_positive=1), "LossConfig.self_positive must be True or False, got 1"),

@@ -530,6 +530,8 @@ def test_huge_labels_without_names_are_refused():
         ("ids", np.array([0, np.nan, 2]), "ids must be texts, got nan of type float64 at position 1"),
         ("ids", [b"a", "b", "c"], "ids must be texts, got b'a' of type bytes at position 0"),
         ("split", ["train", None, "test"], "split must be texts, got None of type NoneType at position 1"),
+        ("ids", ["a", "b", "\ud800"], "ids must be texts that UTF-8 can store"),
+        ("classes", ["a", "\udcff"], "classes must be texts that UTF-8 can store"),
         ("ids", ["a", "b"], r"ids must have one entry per row, shape \(3,\); got shape \(2,\)"),
         ("split", "train", "split must be a sequence of texts, one for each row, got 'train'"),
         ("classes", [None] * 3, "classes must be texts, got None of type NoneType at position 0"),

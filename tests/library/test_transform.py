@@ -24,7 +24,7 @@ from test_runs import make_packs
 
 from ega import transform as transform_module
 from ega.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
-from ega.arrays import InputError, as_unit_rows, normalize
+from ega.arrays import InputError, as_unit_rows, linear, normalize
 from ega.closed_form import ClassStatistics, class_statistics
 from ega.experiments import throughput
 from ega.experiments.grids import ResultStore, run_grid_ray
@@ -874,7 +874,7 @@ def test_product_share_of_bare_products_is_one(tmp_path, monkeypatch):
         def products(adapter, source, target, *, batch_size, **how):
             for _ in range(times * 8192 // batch_size):
                 for w in weights:
-                    torch.mm(torch.ones(batch_size, w.shape[1]), w.detach().T)
+                    linear(torch.ones(batch_size, w.shape[1]), w)
             Path(target).touch()
 
         monkeypatch.setattr(throughput, "transform_file", products)
