@@ -254,7 +254,8 @@ def _check_migrate(args):
         _check_exists(args.vectors, ".npy, .parquet or a pack")
         _check_not_adapted(args.vectors, args.column)
     else:
-        _check_exists(args.store, f"{_STORE}; --vectors makes one")
+        source = "a pack (.parquet)" if args.store.endswith(".lance") else "a .npy or .parquet file"
+        _check_exists(args.store, f"{_STORE}; --vectors with {source} makes one")
         _refuse({"--column": args.column}, "without --vectors")
     if Path(args.store).suffix == ".lance":
         flags = {"--index-factory": args.index_factory, "--column": args.column}

@@ -252,6 +252,8 @@ def migrate_table(
     remaining = np.inf if max_rows is None else check_positive_int(max_rows, "max_rows", minimum=0)
     m = as_transform(adapter)
     column = f"adapted_{m.fingerprint[:12]}"
+    _check_table(table)
+    table.checkout_latest()  # rows may have been added through another handle
     _check_columns(table, id_column, vector_column, m.input_dim)
     is_new = column not in table.schema.names
     if is_new:

@@ -245,7 +245,10 @@ def _conversion(path):
     if path.suffix in (".npz", ".safetensors"):
         return "save its matrix with np.save"
     if path.suffix.lower() in (".csv", ".tsv", ".txt"):
-        return f"convert it: np.save('embeddings.npy', pd.read_csv({path.name!r}).to_numpy('float32'))"
+        return (
+            "if its columns are the numbers of embeddings, convert it: np.save('embeddings.npy', "
+            f"pd.read_csv({path.name!r}).to_numpy('float32'))"
+        )
     return "save its matrix with np.save, or rename the file if only its ending is another"
 
 

@@ -256,6 +256,12 @@ def test_updated_vectors_are_adapted_by_the_next_call(table):
     assert found.I.tolist() == [[SET.ids[8]]] and found.D[0, 0] < 1e-6
 
 
+def test_a_table_that_was_changed_through_another_handle_is_migrated(table, tmp_path):
+    open_table(tmp_path / "db" / "t.lance").add([{"id": "new", "label": 3, "split": "late", "vector": xq[3]}])
+    column = migrate_table(table, WHITENING)
+    assert table.count_rows(f"{column} IS NOT NULL") == N + 1
+
+
 def test_rows_added_after_the_migration_are_named_by_a_warning(table):
     activate(table, migrate_table(table, WHITENING))
     searched = AdaptedTable(table, WHITENING)
