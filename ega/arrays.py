@@ -257,7 +257,7 @@ def _check_numeric(a, x, name):
         raise InputError(f"Complex data not supported: {name} must hold real numbers; use {name}.real")
     if a.dtype.names:
         raise InputError(
-            f"{name} must hold real numbers, got a structured array with the fields {', '.join(a.dtype.names[:5])}; "
+            f"{name} must hold real numbers, got a structured array with the fields {short_repr(list(a.dtype.names))}; "
             f"make it a matrix with numpy.lib.recfunctions.structured_to_unstructured({name})"
         )
     kind = f"objects such as {short_repr(first)}" if a.dtype.kind == "O" else f"dtype {a.dtype}"

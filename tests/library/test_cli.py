@@ -682,7 +682,7 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
     "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
     "evaluate x.npy y.npy": "or a .safetensors file, got a file of data; the adapter comes first",
-    "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; if its columns are the numbers",
+    "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; if its columns",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
     "migrate a.safetensors /dev/null --vectors x.npy": "/dev/null: this is a file; expected a LanceDB table",
     "migrate a.safetensors new.npy --vectors x.npy": "new.npy: expected the name of a folder, got that of a file",
