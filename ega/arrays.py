@@ -123,7 +123,7 @@ def check_numbers(
     max_ndim: int = 1,  # 2: also of shape (n, m)
     finite: bool = True,  # False: NaN and inf are accepted
 ) -> np.ndarray:  # float64
-    "Convert to float64, or raise `InputError` if it is not an array of at least one finite number."
+    "Convert to float64, or raise `InputError` unless these are one or more finite numbers of the right shape."
     try:
         if np.iscomplexobj(values):
             raise TypeError("they are complex")
@@ -156,7 +156,7 @@ def check_utf8(
     texts: Sequence[str],
     name: str,  # name of the argument in error messages
 ) -> None:
-    "Raise `InputError` for texts that UTF-8 cannot store: they hold halves of characters, from a wrong decoding."
+    "Raise `InputError` if a text cannot be encoded as UTF-8, such as one with a lone surrogate."
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
@@ -808,8 +808,8 @@ def _integer_columns(X):
 
 
 def _check_name_types(X):
-    "Raise `InputError` for names of columns whose order cannot be compared, because they are no texts or integers."
-    for name in getattr(X, "columns", ()):
+    "Raise `InputError` unless the columns of a DataFrame are named by texts or integers; other names are not compared."
+    for name in X.columns if hasattr(X, "iloc") else ():
         if not isinstance(name, (str, int, np.integer)) or isinstance(name, bool):
             raise InputError(
                 f"names of columns must be texts or integers, got {short_repr(name)}; rename them, such as with "

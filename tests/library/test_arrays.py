@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -143,6 +144,15 @@ def test_texts_that_utf8_cannot_store_are_named(texts):
     with pytest.raises(InputError, match=r"ids must be texts that UTF-8 can store, got '.*\\ud"):
         check_utf8(texts, "ids")
     check_utf8(["é", "日本", ""], "ids")
+
+
+def test_a_table_of_arrow_has_names_of_columns():
+    table = pa.table({"a": [1.0], "b": [2.0]})
+    estimator = SimpleNamespace()
+    check_feature_names(estimator, table, reset=True)
+    assert list(estimator.feature_names_in_) == ["a", "b"]
+    with pytest.raises(InputError, match="feature names"):
+        check_feature_names(estimator, table.select(["b", "a"]), reset=False)
 
 
 @pytest.mark.parametrize(
