@@ -46,7 +46,7 @@ def check_path(
 def make_folder(
     path: Path,  # a folder; may exist already
 ) -> None:
-    "Make a folder and those above it, or raise `InputError` if a part of the path is a file or not writable."
+    "Make a folder and its parents, or raise `InputError` if one of them is a file or cannot be made."
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:

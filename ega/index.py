@@ -253,7 +253,7 @@ def with_columns(
     columns: Any,  # read from a file: names of the columns of m, or None
     path: Path,  # of the file, for the message
 ) -> IndexTransform:
-    "The transform with names of columns that were saved beside it. Raises `InputError`."
+    "Return the transform with the names of columns that a file holds, or raise `InputError` for anything else."
     if columns is None:
         return m
     are_names = isinstance(columns, list) and {type(name) for name in columns} in ({str}, {int})
@@ -377,7 +377,9 @@ def _faiss_errors(expected):
 
 
 def _allow_few_rows(part, opq):
-    "Set parameters of a FAISS index, and of what it contains, so that k-means of few rows prints no warning."
+    """Let a FAISS index, and every index in it, train on few rows without a printed warning.
+
+    A new quantizer is given to each OPQ rotation; the pairs (rotation, quantizer) are appended to `opq`."""
     faiss = import_faiss()
     part = faiss.downcast_index(part) if isinstance(part, faiss.Index) else part
     if isinstance(part, faiss.ClusteringParameters):

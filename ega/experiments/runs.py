@@ -330,7 +330,7 @@ def load_joint_rows(
     config,  # RunConfig
     packs,  # folder of packs
 ):  # JointRows
-    "The embeddings of a run as one set, with the row numbers of its split."
+    "Seen and unseen embeddings of a run in one array, with labels and the row numbers of its split."
     return _join_rows(_load_and_split(config, packs))
 
 
@@ -444,7 +444,7 @@ def _path_rows(config, data, rows, z, training, is_last):
 
 
 def _rows_at_strength(config, data, rows, device):
-    "The stored rows of a fitted method at a strength other than 1; those of a trained one are of its last epoch."
+    "The result rows of a method fitted at a strength other than 1, under the number of its last epoch."
     fit, start, none = data.split.fit, time.monotonic(), float("nan")
     adapter = fit_adapter(config, data.es.x[fit], data.es.y[fit], strength=config.strength, device=device)
     training = dict(epoch=config.train.epochs if config.train else 0, active_ratio=none, loss=none)
