@@ -801,15 +801,20 @@ def iter_unit_rows(
         yield first, as_unit_rows(a[first : first + size], name)
 
 # %% ../nbs/library/01_arrays.ipynb #check-feature-names
+def _column_names(X):
+    "Names of the columns of a DataFrame; an empty list for any other X, such as a Series or an Arrow table."
+    return list(X.columns) if hasattr(X, "iloc") and hasattr(X, "columns") else []
+
+
 def _integer_columns(X):
     "Names of the columns of a DataFrame whose columns are all numbered by integers, else None."
-    names = list(getattr(X, "columns", ())) if hasattr(X, "iloc") else []
+    names = _column_names(X)
     return names if names and all(isinstance(name, (int, np.integer)) for name in names) else None
 
 
 def _check_name_types(X):
     "Raise `InputError` unless the columns of a DataFrame are named by texts or integers; other names are not compared."
-    for name in X.columns if hasattr(X, "iloc") else ():
+    for name in _column_names(X):
         if not isinstance(name, (str, int, np.integer)) or isinstance(name, bool):
             raise InputError(
                 f"names of columns must be texts or integers, got {short_repr(name)}; rename them, such as with "
