@@ -19,6 +19,7 @@ from ega.experiments.claims import (
     difference_at_equal_seen_gain,
     evaluate_claims,
     load_claims,
+    rank_correlation,
 )
 from ega.experiments.protocols import MAIN_BENCHMARKS
 from ega.experiments.summary import add_mean_over_benchmarks
@@ -42,8 +43,8 @@ def outcomes():
             values[method, 0] = values["frozen", 0]
         tables[(benchmark, *search)] = values
     made.replicates = add_mean_over_benchmarks(tables)
-    keys = pd.MultiIndex.from_product([MAIN_BENCHMARKS, PAPER_METHODS])
-    made.active_ratio = pd.Series(rng.random(len(keys)), index=keys)
+    keys = pd.MultiIndex.from_product([MAIN_BENCHMARKS, PAPER_METHODS, EPOCHS[1:]])
+    made.quantities = pd.DataFrame(rng.random((len(keys), 2)), index=keys, columns=["active_ratio", "displacement"])
     return made
 
 
@@ -68,12 +69,12 @@ def expected(outcomes, row, gallery):
     def worst_value(method):
         return min(outcomes.replicates[b, "unseen", gallery, "lp_at_1"][method, 150].iloc[row] for b in MAIN_BENCHMARKS)
 
-    def worst_change(method):
-        return min(change(outcomes, row, b, "unseen", gallery, method) for b in MAIN_BENCHMARKS)
+    def worst_change(method, query_set="unseen"):
+        return min(change(outcomes, row, b, query_set, gallery, method) for b in MAIN_BENCHMARKS)
 
     pairs = list(product(MAIN_BENCHMARKS, PAPER_METHODS))
     rank = grouped_rank_correlation(
-        np.array([outcomes.active_ratio[pair] for pair in pairs]),
+        np.array([outcomes.quantities.active_ratio[(*pair, 150)] for pair in pairs]),
         np.array([change(outcomes, row, b, "unseen", gallery, m) for b, m in pairs]),
         np.repeat(range(5), 7),
     )
@@ -81,6 +82,8 @@ def expected(outcomes, row, gallery):
     rivals = ("icon_self_included", "nca_half_repulsion", "lora_supcon", "lora_triplet")
     whitening = {q: of(CENTERED_WHITENING, q, epoch=0) for q in ("seen", "unseen")}
     return {
+        ("ega_gains_on_seen", "EGA (paper)"): worst_change("ega_paper", "seen"),
+        ("ega_gains_on_seen", "EGA (released)"): worst_change("ega_released", "seen"),
         ("ega_preserves", "EGA (paper)"): worst_change("ega_paper"),
         ("ega_preserves", "EGA (released)"): worst_change("ega_released"),
         ("ega_best_worst_case", ""): worst_value("ega_released") - max(map(worst_value, rivals)),
@@ -126,7 +129,7 @@ def test_verdicts_follow_the_interval_of_the_replicates(outcomes):
     claims = load_claims(CLAIMS)
     assert [claim.id for claim in claims] == list(EFFECTS)
     table = evaluate_claims(claims, outcomes)
-    assert len(table) == 2 * 12 - 2  # two verdicts for each gallery, of two claims in the mixed one only
+    assert len(table) == 2 * 14 - 2  # two verdicts for each gallery, of two claims in the mixed one only
     by_id = {claim.id: claim for claim in claims}
     for line in table.itertuples():
         values = EFFECTS[line.id][line.of](outcomes, line.gallery)
@@ -140,6 +143,18 @@ def test_verdicts_follow_the_interval_of_the_replicates(outcomes):
         "undecided",
         "undecided",
     ]
+
+
+def test_rank_correlations_are_taken_within_benchmarks_or_within_methods(outcomes):
+    for quantity, row in (("active_ratio", 0), ("displacement", 5)):
+        found = {i: rank_correlation(outcomes, quantity, "own", EPOCHS[1:], inside_methods=i)[row] for i in (0, 1)}
+        cells = list(product(MAIN_BENCHMARKS, PAPER_METHODS, EPOCHS[1:]))
+        x = np.array([outcomes.quantities.loc[cell, quantity] for cell in cells])
+        y = np.array([change(outcomes, row, b, "unseen", "own", m, epoch=e) for b, m, e in cells])
+        for inside, key in ((0, [c[0] for c in cells]), (1, [c[0] + c[1] for c in cells])):
+            groups = np.unique(key, return_inverse=True)[1]
+            assert np.isclose(found[inside], grouped_rank_correlation(x, y, groups))
+        assert not np.isclose(*found.values())
 
 
 def test_missing_results_and_unreadable_rules_are_named(outcomes, tmp_path):
