@@ -85,6 +85,7 @@ class Outcomes:
         unseen = rows[(rows.query_set == "unseen") & (rows.gallery_kind == "own")]
         means = unseen.groupby(["benchmark", "method", "epoch"])[["active_ratio", "displacement"]]
         self.quantities = means.mean()  # displacement: of the unseen embeddings
+        self.last_epoch = rows.epoch.max()
 
     def value(self, benchmark, query_set, gallery, method, *, epoch=None, metric="lp_at_1"):
         "Replicates of one method in points, after an epoch or, by default, the last."
@@ -114,8 +115,8 @@ def read_outcomes(
     folder,  # of result files
     n_boot=1000,  # bootstrap replicates
 ):  # Outcomes
-    "The stored outcomes of the grid of paper size, and those of the dial without training."
-    results, controls = (read_results(folder, experiment) for experiment in ("paper_size", "controls"))
+    "The stored outcomes of the main grid, and those of the dial without training."
+    results, controls = (read_results(folder, experiment) for experiment in ("main", "controls"))
     rows = pd.concat([results, controls[controls.method.isin(DIAL)]], ignore_index=True)
     return Outcomes(rows, n_boot=n_boot)
 
@@ -245,10 +246,10 @@ def _training_gains(o, gallery):
 
 
 def _longer_costs_more(o, gallery):
-    "Mean change after 150 epochs minus that after 10, over the methods of the paper."
+    "Mean change after the last epoch minus that after 10, over the methods of the paper."
     late, early = (
         np.mean([o.change("mean", "unseen", gallery, m, epoch=epoch) for m in PAPER_METHODS], axis=0)
-        for epoch in (150, 10)
+        for epoch in (o.last_epoch, 10)
     )
     return late - early
 
@@ -264,7 +265,7 @@ EFFECTS: dict[str, dict[str, Callable]] = {  # id of a claim -> name of each of 
     },
     "ega_best_worst_case": {"": _best_worst_case},
     "triplet_loss_harms_less": {"": _harms_less},
-    "few_active_triplets": {"": lambda o, gallery: rank_correlation(o, "active_ratio", gallery, [150])},
+    "few_active_triplets": {"": lambda o, gallery: rank_correlation(o, "active_ratio", gallery, [o.last_epoch])},
     "ega_captures_less": {"": _captures_less},
     "equal_seen_gain": {
         "": lambda o, gallery: mean_difference_at_equal_seen_gain(o, gallery, "ega_released", "supcon")

@@ -20,14 +20,19 @@ METHOD_STYLES = {
     "lda": MethodStyle("LDA", "#44AA99", "D"),
     "ega_paper": MethodStyle("EGA (paper)", "#B2182B", "o"),
     "ega_released": MethodStyle("EGA (released)", "#F08A24", "p"),
-    "icon_self_included": MethodStyle("ICon (self incl.)", "#33BBEE", "v"),
-    "nca_half_repulsion": MethodStyle("NCA (half rep.)", "#0077BB", "<"),
+    "icon_self_included": MethodStyle("ICon (self included)", "#33BBEE", "v"),
+    "nca_half_repulsion": MethodStyle("half-repulsion NCA", "#0077BB", "<"),
     "supcon": MethodStyle("SupCon", "#332288", ">"),
     "lora_supcon": MethodStyle("LoRA SupCon", "#AA4499", "d"),
     "lora_triplet": MethodStyle("LoRA triplet", "#6A1B5E", "^"),
     "ega_preserve": MethodStyle("EGA + preserve", "#B8860B", "h"),
     "supcon_preserve": MethodStyle("SupCon + preserve", "#7A5C00", "X"),
     "whitened_supcon": MethodStyle("whitened SupCon", "#000000", "*"),
+    **{
+        f"discriminant_whitening strength={g:g}": MethodStyle(f"dial {g:g}" if g else "centred WCCN", "#009E73", "P")
+        for g in (0, 0.15, 0.3, 0.5, 0.7, 1)
+    },
+    "affine_nca": MethodStyle("affine NCA", "#999933", "H"),
 }
 
 # %% ../../nbs/experiments/07_plots.ipynb #look

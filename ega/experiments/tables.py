@@ -155,9 +155,9 @@ def benchmark_title(
 
 # %% ../../nbs/experiments/06_tables.ipynb #strict-runs
 REPORTED_EXPERIMENTS = {
-    "unseen": "classes that training did not see",
+    "main": "seen and unseen classes, in both galleries",
+    "controls": "closed forms without training",
     "in_distribution": "rows that training did not see, of classes it saw",
-    "long": "one benchmark at full width and full length",
 }
 
 
@@ -254,14 +254,9 @@ def settings_row(
         "runs": str(rows["run_id"].nunique()),
         "hidden": field_values(rows, "hidden"),
         "epochs": field_values(rows, "epochs"),
-        "nlist / nprobe": f"{_integers(rows['nlist'])} / {_integers(rows['nprobe'])}",
         "version": _listed(rows["version"]),
         "machine": _listed(rows["machine"]),
     }
-
-
-def _integers(column):
-    return _listed(column.dropna().astype(int))
 
 # %% ../../nbs/experiments/06_tables.ipynb #source
 def results_source(
@@ -283,8 +278,6 @@ def results_source(
         "queries": int(query_sets["n"].sum()),
         "hidden": field_values(rows, "hidden"),
         "epochs": field_values(rows, "epochs"),
-        "nlist": _integers(rows["nlist"]),
-        "nprobe": _integers(rows["nprobe"]),
     }
 
 # %% ../../nbs/experiments/06_tables.ipynb #read-table

@@ -43,6 +43,7 @@ def outcomes():
             values[method, 0] = values["frozen", 0]
         tables[(benchmark, *search)] = values
     made.replicates = add_mean_over_benchmarks(tables)
+    made.last_epoch = EPOCHS[-1]
     keys = pd.MultiIndex.from_product([MAIN_BENCHMARKS, PAPER_METHODS, EPOCHS[1:]])
     made.quantities = pd.DataFrame(rng.random((len(keys), 2)), index=keys, columns=["active_ratio", "displacement"])
     return made
