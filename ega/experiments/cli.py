@@ -176,6 +176,7 @@ def _find_stored_run(folder, run_id):
 def _rerun(args):
     "Train one stored run again and compare its digits."
     from ega.config import parse_config
+    from ega.experiments.grids import ROW_KEYS
     from ega.experiments.runs import RunConfig, platform_tag, run_experiment, use_one_thread
 
     root = find_repository()
@@ -185,12 +186,13 @@ def _rerun(args):
     print(f"{experiment} {first.run_id}, ega {first.get('version')} on {first.get('machine')}\n{first.config}")
     use_one_thread()
     again = run_experiment(config, Path(args.packs or root / "data/packs"), device="cpu")
-    keys = [c for c in ("query_set", "nlist", "nprobe", "k", "strength") if c in stored]
+    keys = [c for c in ROW_KEYS if c in stored and c != "run_id"]
     value = "lp_at_1" if "lp_at_1" in stored else "lp"
     _check_columns(experiment, stored, again, [*keys, value, "n"])
     both = stored.merge(again, on=keys, suffixes=("", "_now"))
-    for query_set, rows in both.groupby("query_set", sort=False):
-        print(_comparison_line(query_set, rows.sort_values(keys), value))
+    searched = [c for c in ("query_set", "gallery_kind") if c in stored]
+    for names, rows in both.groupby(searched, sort=False):
+        print(_comparison_line(", ".join(names), rows.sort_values(keys), value))
     difference = 100 * (both[value] - both[f"{value}_now"]).abs().max()
     same_machine = first.get("machine") == platform_tag()
     if len(both) < len(stored) or difference > (0 if same_machine else RERUN_TOLERANCE):
@@ -218,14 +220,14 @@ def _check_columns(experiment, stored, again, columns):
 
 
 def _comparison_line(query_set, rows, value):
-    "Stored and new label precision of one query set, and how many nearest neighbours or rows are equal."
-    first, now = rows.iloc[0], f"{value}_now"
+    "Stored and new label precision of one query set and gallery, and how many nearest neighbours or rows are equal."
+    first, now = rows.iloc[-1], f"{value}_now"  # of a path: the last epoch
     if "neighbour" in rows:
         pairs = zip(rows.neighbour, rows.neighbour_now)
         change = f"first neighbours changed {int(sum((old != new).sum() for old, new in pairs))}"
     else:
         change = f"{(rows[value] == rows[now]).sum()} of {len(rows)} rows equal"
-    numbers = f"n {first.n:6d}   LP@{first.k} stored {first[value]:.6f}  now {first[now]:.6f}"
+    numbers = f"n {first.n:6d}   LP@{first.get('k', 1)} stored {first[value]:.6f}  now {first[now]:.6f}"
     return f"{query_set:17s} {numbers}   {change}"
 
 # %% ../../nbs/experiments/11_cli.ipynb #bench
