@@ -233,7 +233,7 @@ def format_path_changes(
     "The changes of several methods on one benchmark in both galleries, as text."
     table = {}
     for title, searched in PATH_COLUMNS.items():
-        of_title = (changes[["benchmark", "query_set", "gallery_kind", "metric"]] == (benchmark, *searched)).all(axis=1)
+        of_title = (changes[["benchmark", "query_set", "gallery_kind", "metric"]] == [benchmark, *searched]).all(axis=1)
         part = changes[of_title].set_index("method").loc[list(names)]
         table[title] = [f"{r.change:+.1f} [{r.low:+.1f}, {r.high:+.1f}]" for r in part.itertuples()]
     return pd.DataFrame(table, index=pd.Index(names.values(), name=benchmark))
