@@ -47,12 +47,12 @@ from .statistics import bootstrap
 
 # %% ../nbs/library/31_relevance.ipynb #d01f8fe1
 def _examples(values):
-    "Up to three values, for error messages."
+    "The first three values as text, for error messages."
     return ", ".join(repr(value) for value in list(values)[:3])
 
 
 def _check_grades(pairs, describe):
-    "Pairs (m, 3) without repetitions, in their order; `InputError` for a pair with two grades."
+    "Drop repeated pairs, or raise `InputError` if a query and a document have two grades."
     _, first = np.unique(pairs, axis=0, return_index=True)
     pairs = pairs[np.sort(first)]
     _, at, count = np.unique(pairs[:, :2], axis=0, return_index=True, return_counts=True)
@@ -70,7 +70,7 @@ def check_pairs(
     n_queries: int,
     n_documents: int,
 ) -> np.ndarray:  # (m, 3) int64; equal pairs once, in their order
-    "Pairs with grades, or raise `InputError`. Without a third column every grade is 1."
+    "Check pairs of query and document and convert them to int64; without a third column every grade is 1."
     a = check_numbers(pairs, "pairs", max_ndim=2)
     if a.ndim != 2 or a.shape[1] not in (2, 3):
         raise InputError(f"pairs must have 2 or 3 columns: query row, document row and grade, got shape {a.shape}")
@@ -96,7 +96,7 @@ def check_pairs(
 def queries_with_relevant(
     pairs: np.ndarray,  # (m, 3)
 ) -> np.ndarray:  # ascending int64 query rows
-    "The queries with at least one document of grade 1 or more."
+    "Return the rows of the queries that have at least one document of grade 1 or more."
     return np.unique(pairs[pairs[:, 2] > 0, 0])
 
 # %% ../nbs/library/31_relevance.ipynb #5292a421
@@ -106,7 +106,7 @@ _GRADE_COLUMNS = ("score", "grade", "relevance", "label")
 
 
 class PairTable(NamedTuple):
-    "Pairs as they stand in a file, by id."
+    "Pairs of a query id and a document id with their grades, as read from a file."
 
     queries: list[str]  # m ids
     documents: list[str]  # m ids
@@ -114,7 +114,7 @@ class PairTable(NamedTuple):
 
 
 def _read_lines(path, expected):
-    "The lines of a UTF-8 text file that are not empty, with their numbers from 1, or raise `InputError`."
+    "Read the lines of a UTF-8 text file that are not empty, each with its number from 1."
     check_is_file(path, expected)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -127,7 +127,7 @@ def _read_lines(path, expected):
 
 
 def _read_jsonl(path, expected):
-    "The objects in a file of JSON lines, or raise `InputError`."
+    "Read a file with one JSON object a line into a list of dictionaries."
     objects = []
     for number, line in _read_lines(path, expected):
         try:
@@ -143,7 +143,7 @@ def _read_jsonl(path, expected):
 
 
 def _read_parquet_columns(path):
-    "Column -> values of a Parquet file, or raise `InputError`."
+    "Read a Parquet file into a dictionary from column to values."
     import pyarrow as pa
 
     check_is_file(path, "a Parquet file of pairs")
@@ -155,7 +155,7 @@ def _read_parquet_columns(path):
 
 # %% ../nbs/library/31_relevance.ipynb #e2e6e7a5
 def _check_header(path, names):
-    "Names of columns in lower case and the two of queries and documents, or `InputError` if one is missing."
+    "Return all column names in lower case, that of the queries and that of the documents; both must be there."
     names = [str(name).strip(' "\n').lower() for name in names]
     query = next((name for name in _QUERY_COLUMNS if name in names), None)
     document = next((name for name in (*_DOCUMENT_COLUMNS, "positive") if name in names), None)
@@ -168,7 +168,7 @@ def _check_header(path, names):
 
 
 def _read_columns(path):
-    "Column -> values of a file of pairs: Parquet, JSON lines, qrels of TREC, or a table with a header."
+    "Read Parquet, JSON lines, qrels of TREC or a table with a header into a dictionary from column to values."
     suffix, expected = path.suffix.lower(), "pairs of a query and a document"
     if suffix == ".parquet":
         return _read_parquet_columns(path)
@@ -198,7 +198,7 @@ def _read_columns(path):
 
 
 def _as_ids(path, name, values):
-    "Ids or texts of a column; integers become texts, missing ones and numbers with a fraction are an error."
+    "Convert a column to texts, integers too; missing values and other types raise `InputError`."
     ids = [str(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in values]
     wrong = [value for value in ids if not isinstance(value, str) or not value.strip()]
     if wrong:
@@ -210,7 +210,7 @@ def _as_ids(path, name, values):
 
 
 def _as_grades(path, name, values):
-    "Grades of a column as integers >= 0."
+    "Convert a column of grades to integers >= 0, or raise `InputError`."
     numbers = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").to_numpy(np.float64)
     wrong = ~(np.isfinite(numbers) & (numbers >= 0) & (numbers == np.floor(numbers)) & (numbers < 2**31))
     if wrong.any():
@@ -285,7 +285,7 @@ def match_pairs(
     *,
     on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
 ) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
-    "Pairs by row number instead of id."
+    "Replace the ids of pairs by row numbers of the queries and documents."
     if on_missing not in ("raise", "skip"):
         raise InputError(f"on_missing must be 'raise' or 'skip', got {on_missing!r}")
     if not isinstance(table, PairTable):
@@ -374,6 +374,7 @@ def write_relevance_set(
     if not isinstance(relevance, RelevanceSet):
         raise InputError(f"relevance must be a RelevanceSet, got {short_repr(relevance)}")
     folder = check_output(folder, overwrite=overwrite)
+    (folder / "qrels.tsv").unlink(missing_ok=True)  # if this is killed, the old pairs are not read with new packs
     write_pack(relevance.queries, folder / "queries.parquet", dtype=dtype)
     write_pack(relevance.documents, folder / "documents.parquet", dtype=dtype)
     _write_qrels(relevance, folder / "qrels.tsv")
@@ -414,7 +415,7 @@ class RelevanceTexts(NamedTuple):
 
 
 def _text_source(name, ids, texts, split):
-    "A source of texts without labels."
+    "Make a `Source` of texts without labels, for `ega.embed.embed`."
     content = json.dumps([ids, texts, split]).encode()
     fingerprint = hashlib.sha256(content).hexdigest()
     y = np.full(len(ids), -1)
@@ -422,7 +423,7 @@ def _text_source(name, ids, texts, split):
 
 
 def _read_beir_texts(path):
-    "Id -> text of a BEIR file of a corpus or of queries; a title comes first."
+    "Read corpus.jsonl or queries.jsonl of BEIR into a dictionary from id to text, the title first."
     expected, texts = 'JSON lines such as {"_id": "d1", "title": "", "text": "..."}', {}
     for value in _read_jsonl(path, expected):
         (name,) = _as_ids(path, "_id", [value.get("_id")])
@@ -436,7 +437,7 @@ def _read_beir_texts(path):
 
 
 def _read_beir_qrels(folder):
-    "The pairs of all splits in one table, and query id -> split."
+    "Read all files of qrels/ of BEIR: the pairs in one table, and a dictionary from query id to split."
     files = sorted((folder / "qrels").glob("*.tsv"))
     if not files:
         raise InputError(f"{folder}: expected qrels/*.tsv beside corpus.jsonl and queries.jsonl, found none")
@@ -508,7 +509,7 @@ def read_beir(folder: str | Path, *, on_missing: str = "raise") -> RelevanceText
 def read_text_pairs(
     path: str | Path,  # a file for read_pairs whose columns hold texts
 ) -> RelevanceTexts:
-    "Texts and pairs of a file that holds the texts themselves; equal texts are one query or one document."
+    "Read a file of pairs whose columns hold texts instead of ids; equal texts become one query or one document."
     path, table = check_path(path), read_pairs(path)
     queries, documents = (list(dict.fromkeys(texts)) for texts in table[:2])
     sources = [
@@ -519,7 +520,7 @@ def read_text_pairs(
 
 # %% ../nbs/library/31_relevance.ipynb #6484d57b
 def _with_prefix(source, prefix):
-    "A source whose texts begin with a prefix."
+    "Put a prefix before every text of a source."
     if not prefix:
         return source
     return replace(
@@ -618,6 +619,7 @@ def embed_relevance(
             overwrite=overwrite or (is_unfinished and side == "queries"),
             progress=progress,
         )
+        (folder / "qrels.tsv").unlink(missing_ok=True)  # as in write_relevance_set
     queries, documents = read_pack(folder / "queries.parquet"), read_pack(folder / "documents.parquet")
     table = PairTable(
         [texts.queries.ids[row] for row in texts.pairs[:, 0]],
@@ -639,7 +641,7 @@ class RelevanceSplit(NamedTuple):
 
 
 def _check_bools(values, n, name, advice):
-    "A bool for each of n queries, or `InputError`."
+    "Check that there is a bool for each of n queries."
     try:
         a = np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -650,7 +652,7 @@ def _check_bools(values, n, name, advice):
 
 
 def _check_groups(relevance, groups):
-    "Group of each document (n,), numbered from 0; without groups every document is one."
+    "Number the groups of the documents from 0; without groups every document is its own."
     if not isinstance(relevance, RelevanceSet):
         raise InputError(f"relevance must be a RelevanceSet, got {short_repr(relevance)}")
     n = len(relevance.documents)
@@ -663,7 +665,7 @@ def _check_groups(relevance, groups):
 
 
 def _make_split(pairs, groups, train, test_queries):
-    "A split from the training pairs and the test queries, or `InputError` if one of them is empty."
+    "Make a split of the pairs that are marked for training and the test queries; neither may be empty."
     train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
     if not len(train_pairs) or not len(test_queries):
         raise InputError(
@@ -720,7 +722,9 @@ def split_by_query(relevance: RelevanceSet, is_test: np.ndarray, *, groups: np.n
 
 # %% ../nbs/library/31_relevance.ipynb #04d9f000
 def _hold_out(links, n_queries, n_groups, rng, n_test):
-    "Groups (n_groups,) and queries (n_queries,) that are held out; `links` (l, 2): distinct (query, group)."
+    """Draw queries until `n_test` are held out; all groups of a held-out query are held out.
+
+    `links` (l, 2): distinct pairs of query and group. Returns bool arrays (n_groups,) and (n_queries,)."""
     groups_of, queries_of = (
         np.split(links[order, column], np.cumsum(np.bincount(links[:, 1 - column], minlength=n))[:-1])
         for column, n, order in (
@@ -800,7 +804,7 @@ def split_by_document(
 
 # %% ../nbs/library/31_relevance.ipynb #80b02129
 def _check_lists(I, pairs, queries, k):
-    "Ranked lists (nq, k), pairs (m, 3) and query rows (nq,), checked."
+    "Check ranked lists, pairs and query rows: (nq, k), (m, 3) and (nq,) integers."
     k = check_positive_int(k, "k")
     try:
         I = np.asarray(I)
@@ -857,7 +861,7 @@ def ranking_metrics(
     queries: np.ndarray | None = None,  # (nq,) query row of each list; None: list i is of query i
     k: int = 10,  # documents that count, 1..m
 ) -> dict[str, np.ndarray]:  # name of the measure -> (nq,) float64 in [0, 1]
-    "nDCG@k, MRR@k, recall@k, MAP@k and hit@k of each query."
+    "Compute nDCG@k, MRR@k, recall@k, MAP@k and hit@k of each query."
     I, pairs, rows = _check_lists(I, pairs, queries, k)
     grades, best, n_relevant = _grades_of(I, pairs, rows)  # (nq, k), (nq, k), (nq,)
     relevant = grades > 0

@@ -459,3 +459,23 @@ def test_the_committed_packs_hold_no_texts_and_are_small():
         if file.suffix == ".parquet":
             assert pq.read_schema(file).names == ["id", "label", "split", "scale", "code"]
             assert max(len(name) for name in pq.read_table(file, columns=["id"])["id"].to_pylist()) <= 12
+
+
+def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, monkeypatch):
+    from ega import relevance as module
+
+    write_relevance_set(random_set(0), tmp_path / "set")
+    written, write_pack = [], module.write_pack
+
+    def killed_at_documents(es, path, **kwargs):
+        written.append(path.name)
+        if path.name == "documents.parquet":
+            raise KeyboardInterrupt
+        write_pack(es, path, **kwargs)
+
+    monkeypatch.setattr(module, "write_pack", killed_at_documents)
+    with pytest.raises(KeyboardInterrupt):
+        write_relevance_set(random_set(1), tmp_path / "set", overwrite=True)
+    assert written == ["queries.parquet", "documents.parquet"]
+    with pytest.raises(InputError, match="lacks qrels.tsv"):
+        read_relevance_set(tmp_path / "set")
