@@ -180,7 +180,7 @@ def missing_placeholder(
 ):  # sentence
     "Placeholder text for missing results."
     name, about = experiment.replace("_", " "), REPORTED_EXPERIMENTS[experiment]
-    return f"The experiment “{name}” ({about}) has no results here yet; make reproduce runs it."
+    return f"The experiment “{name}” ({about}) has no complete results here yet; make reproduce runs it."
 
 # %% ../../nbs/experiments/06_tables.ipynb #settings-of
 def _find_field(
