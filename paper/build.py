@@ -13,7 +13,7 @@ from pathlib import Path
 
 PAPER = Path(__file__).resolve().parent
 ROOT = PAPER.parent
-NOTEBOOKS = ("01_tables.ipynb", "02_verdicts.ipynb", "03_figures.ipynb")
+NOTEBOOKS = ("01_tables.ipynb", "02_verdicts.ipynb", "03_figures.ipynb", "05_numbers.ipynb")
 
 
 @contextmanager
