@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    "A small repository: packs, and results of three cheap runs."
+    "A small repository: packs, and results of three cheap runs, of two tasks."
     root = tmp_path_factory.mktemp("clone")
     (root / "nbs").mkdir()
     make_packs(root / "data/packs")
@@ -29,6 +29,13 @@ def root(tmp_path_factory):
         config = build_config("unseen", "cub100", method, hidden=16, epochs=2)
         store.add(run_experiment(config, root / "data/packs", device="cpu"))
     store.merge_parts()
+    # the runs of a path: as in the repository, what is trained stands in `short`, the rest in `main`
+    for name, methods in (("main", ("frozen", "wccn")), ("short", ("frozen", "supcon"))):
+        store = ResultStore(root / "data/results", name)
+        for method in methods:
+            config = build_config("path", "cub100", method, hidden=16, epochs=2)
+            store.add(run_experiment(config, root / "data/packs", device="cpu"))
+        store.merge_parts()
     return root
 
 
@@ -89,11 +96,17 @@ def test_find_repository_from_a_folder_inside_and_outside(root, tmp_path):
 
 
 def test_headline_compares_new_digits_with_committed_ones(root, tmp_path):
-    frame = ResultStore(root / "data/results", "unseen").read()
+    committed = root / "data/results"
+    frames = [ResultStore(committed, name).read() for name in ("main", "short")]
+    frame = pd.concat(frames).drop_duplicates(["run_id", "query_set", "gallery_kind", "epoch"])
     changed = np.where(frame.method == "wccn", frame.lp_at_1 + 0.01, frame.lp_at_1)
-    ResultStore(tmp_path, "unseen").write(frame.assign(lp_at_1=changed))
-    text = cli.compare_with_committed(tmp_path, root / "data/results")
+    ResultStore(tmp_path, "main").write(frame.assign(lp_at_1=changed))
+    text = cli.compare_with_committed(tmp_path, committed)
     assert "2 of 3 runs" in text and "1.00 points" in text and max(map(len, text.splitlines())) <= 80
+    lp = frame.query("query_set == 'unseen' and gallery_kind == 'mixed'").set_index(["method", "epoch"]).lp_at_1
+    (line,) = (line for line in text.splitlines() if line.startswith("wccn"))
+    assert line.split()[1] == f"{100 * (lp['wccn', 0] + 0.01 - lp['frozen', 0]):+.1f}" != f"{0:+.1f}"
+    assert "0 of 0 runs" in cli.compare_with_committed(tmp_path, tmp_path / "nothing")
 
 
 def test_experiment_outside_of_the_profile_is_named(root, monkeypatch, capsys):
@@ -101,7 +114,7 @@ def test_experiment_outside_of_the_profile_is_named(root, monkeypatch, capsys):
     assert cli.main(["reproduce", "--experiments", "rivals"]) == 2
     assert "quick has no experiment rivals" in capsys.readouterr().err
     assert cli.main(["reproduce", "--profile", "full", "--experiments", "nothing"]) == 2
-    assert "it has unseen, in_distribution" in capsys.readouterr().err
+    assert "it has main, short, unseen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [("--epochs", "3"), ("--dry-run",), ("--packs", "x")])
@@ -114,11 +127,18 @@ def test_options_of_a_protocol_need_one(root, monkeypatch, capsys, args):
         cli.main(["reproduce", "--profile", "full", "--protocol", "paper"])
 
 
-@pytest.mark.parametrize("experiment, rows", [("index", 64), ("margins", 1)])
-def test_rerun_takes_runs_of_every_task(experiment, rows, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "experiment, method, lines, equal",
+    [
+        ("index", "frozen", 1, "64 of 64 rows equal"),
+        ("margins", "frozen", 2, "1 of 1 rows equal"),
+        ("controls", "affine_nca epochs=24", 4, "first neighbours changed 0"),
+    ],
+)
+def test_rerun_takes_runs_of_every_task(experiment, method, lines, equal, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     path = REPOSITORY / f"data/results/{experiment}.parquet"
     runs = pd.read_parquet(path, columns=["run_id", "method", "benchmark"])
-    frozen = runs.query("method == 'frozen' and benchmark == 'grocery'")
-    assert cli.main(["rerun", frozen.run_id.iloc[0]]) == 0
-    assert f"{rows} of {rows} rows equal" in capsys.readouterr().out
+    run = runs[(runs.method == method) & (runs.benchmark == "grocery")]
+    assert cli.main(["rerun", run.run_id.iloc[0]]) == 0
+    assert capsys.readouterr().out.count(equal) == lines
