@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OUTCOME_COLUMNS', 'PATH_METRICS', 'PATH_COLUMNS', 'check_comparable', 'summarize', 'path_replicates',
-           'add_mean_over_benchmarks', 'path_changes', 'format_path_changes', 'choose_settings', 'format_summary',
-           'provenance']
+           'add_mean_over_benchmarks', 'path_changes', 'format_path_changes', 'mean_change', 'choose_settings',
+           'format_summary', 'provenance']
 
 # %% ../../nbs/experiments/05_summary.ipynb #summary-imports
 import json
@@ -18,7 +18,7 @@ import pandas as pd
 from ..arrays import InputError
 from ..config import METHODS
 from .protocols import BENCHMARKS
-from ..statistics import cluster_bootstrap_means
+from ..statistics import Interval, cluster_bootstrap_means
 
 # %% ../../nbs/experiments/05_summary.ipynb #check-comparable
 OUTCOME_COLUMNS = {"lp_at_1": "hit", "lp_at_1_ivf": "ivf_hit", "ar_at_1": "ivf_ar"}  # metric -> per-query column
@@ -237,6 +237,23 @@ def format_path_changes(
         part = changes[of_title].set_index("method").loc[list(names)]
         table[title] = [f"{r.change:+.1f} [{r.low:+.1f}, {r.high:+.1f}]" for r in part.itertuples()]
     return pd.DataFrame(table, index=pd.Index(names.values(), name=benchmark))
+
+# %% ../../nbs/experiments/05_summary.ipynb #5ab53701
+def mean_change(
+    lines,  # DataFrame: benchmark, change of each query in points and query_class, a line for each class split
+    *,
+    seen=False,  # the queries are of seen classes
+):  # Interval
+    "The mean change over the benchmarks with its 95 % interval over classes, then queries."
+    means, draws, train_sets = [], [], []
+    for number, (benchmark, part) in enumerate(lines.groupby("benchmark")):
+        change, classes = (np.concatenate(list(part[name])) for name in ("change", "query_class"))
+        means.append(change.mean(dtype=float))
+        draws.append(cluster_bootstrap_means(change.astype(float), classes, np.random.default_rng(number)))
+        train_sets.append(BENCHMARKS[benchmark].train)
+    weights = [1 / train_sets.count(name) if seen else 1.0 for name in train_sets]
+    low, high = np.percentile(np.average(draws, axis=0, weights=weights), [2.5, 97.5])
+    return Interval(float(np.average(means, weights=weights)), float(low), float(high))
 
 # %% ../../nbs/experiments/05_summary.ipynb #choose
 def choose_settings(

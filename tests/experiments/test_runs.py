@@ -29,6 +29,7 @@ from ega.experiments.summary import (
     choose_settings,
     format_path_changes,
     format_summary,
+    mean_change,
     path_changes,
     path_replicates,
     provenance,
@@ -735,6 +736,20 @@ def test_changes_of_a_path_and_their_mean_over_benchmarks(packs):
     assert np.isclose(cub.low[("unseen", *wccn)], np.percentile(change[1:], 2.5))
     frozen = table.xs("frozen", level="method")
     assert (frozen[["change", "low", "high"]] == 0).all(axis=None)
+
+
+def test_mean_change_counts_equal_seen_classes_once():
+    "Constant changes: no uncertainty, and the mean is that of the benchmarks, or of their training sets."
+    lines = pd.DataFrame(
+        [
+            {"benchmark": b, "change": np.full(6, c, np.float32), "query_class": np.arange(6) % 3}
+            for b, c in (("tiny200", 2.0), ("tiny200>cifar10", 4.0), ("cub100", 9.0), ("cub100", 9.0))
+        ]
+    )
+    assert mean_change(lines) == (5, 5, 5) and mean_change(lines, seen=True) == (6, 6, 6)
+    lines["change"] = [np.float32([0, 3, 6, 0, 3, 6])] * 4  # differs between classes
+    mean, low, high = mean_change(lines)
+    assert mean == 3 and 0 < low < 3 < high < 6
 
 
 def test_killed_path_resumes_with_the_same_rows(packs, tmp_path, monkeypatch):
