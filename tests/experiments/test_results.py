@@ -19,7 +19,7 @@ from ega.packs import read_pack
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")
-PATHS = ("controls",)
+PATHS = ("main", "short", "controls")
 CHEAP = [("grocery", "lora_triplet"), ("grocery", "ega_released"), ("cub100", "wccn"), ("grocery", "whitened_supcon")]
 
 
