@@ -1,7 +1,9 @@
 "Build of the report: published numbers as printed, ours as stored, the same bytes twice, text for missing results."
 
+import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,7 +18,7 @@ import pytest
 
 from ega import config as method_config
 from ega.arrays import InputError
-from ega.experiments import grids, protocols, runs, tables
+from ega.experiments import claims, grids, protocols, runs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "nbs/paper"
@@ -27,18 +29,23 @@ sys.path.pop(0)
 
 PUBLISHED = pd.read_csv(ROOT / "data/published.csv", dtype=str, keep_default_na=False)
 SIZE, CLASSES = 80, 8
+METHODS = grids.GRIDS["full"]["main"].methods
+MAIN_FIGURES = ("overview", "benchmarks", "galleries", "paths", "mechanism", "falling", "pareto")
 
-METHODS = grids.GRIDS["full"]["unseen"].methods
 
-
-def made_up_row(config, query_set):
-    "A stored row with made-up outcomes; methods differ by a shift that every benchmark shares."
-    m, b = list(method_config.METHODS).index(config.method), list(protocols.BENCHMARKS).index(config.benchmark)
-    rng, classes = np.random.default_rng([b, config.split_seed, query_set == "seen"]), np.arange(SIZE) % CLASSES
+def outcomes(config, query_set, *more):
+    "Made-up outcomes; methods differ by a shift that every benchmark shares."
+    m, b = (
+        list(method_config.METHODS).index(config.method.split()[0]),
+        list(protocols.BENCHMARKS).index(config.benchmark),
+    )
+    rng = np.random.default_rng([b, config.split_seed, query_set == "seen", *more])
     shift = 0 if m == 0 else 0.02 * m if query_set == "seen" else 0.04 * (m - 8)
-    hit = np.float32(rng.random(SIZE) < 0.5 + shift)
-    epochs = config.train.epochs if config.train else 0
-    rho = np.float32(0.3 / (1 + np.arange(epochs))) + np.float32(0.01 * m)
+    return np.float32(rng.random(SIZE) < 0.5 + shift), m
+
+
+def described(config):
+    "The columns that say what a stored run is."
     return dict(
         run_id=config.run_id,
         task=config.task,
@@ -47,9 +54,24 @@ def made_up_row(config, query_set):
         method=config.method,
         split_seed=config.split_seed,
         seed=config.seed,
-        query_set=query_set,
+        seconds=1.0,
+        version="0.0",
+        machine="none",
+        config=json.dumps(asdict(config), sort_keys=True),
         n=SIZE,
         gallery=SIZE,
+        query=np.arange(SIZE, dtype=np.int32),
+        query_class=(np.arange(SIZE) % CLASSES).astype(np.int32),
+    )
+
+
+def made_up_row(config, query_set):
+    "A stored row of a short task."
+    hit, m = outcomes(config, query_set)
+    epochs = config.train.epochs if config.train else 0
+    rho = np.float32(0.3 / (1 + np.arange(epochs))) + np.float32(0.01 * m)
+    return described(config) | dict(
+        query_set=query_set,
         index="ivf",
         k=1,
         nlist=10,
@@ -61,12 +83,6 @@ def made_up_row(config, query_set):
         active_ratio_final=float(rho[-1]) if epochs else float("nan"),
         active_ratio_history=rho,
         loss_history=rho,
-        seconds=1.0,
-        version="0.0",
-        machine="none",
-        config=json.dumps(asdict(config), sort_keys=True),
-        query=np.arange(SIZE, dtype=np.int32),
-        query_class=classes.astype(np.int32),
         neighbour=np.zeros(SIZE, np.int32),
         hit=hit,
         ivf_hit=hit,
@@ -74,19 +90,58 @@ def made_up_row(config, query_set):
     )
 
 
+def made_up_path(config):
+    "The stored rows of a run that is evaluated along its training."
+    epochs = [0, *(e for e in runs.PATH_EPOCHS if config.train and e <= config.train.epochs)]
+    for epoch in epochs:
+        for query_set in ("seen", "unseen"):
+            for gallery in ("own", "mixed"):
+                hit, m = outcomes(config, query_set, gallery == "own", epoch)
+                captures = (query_set, gallery) == ("unseen", "mixed")
+                captured = np.float32(np.arange(SIZE) % 10 < m // 2) if captures else np.empty(0, np.float32)
+                yield described(config) | dict(
+                    query_set=query_set,
+                    gallery_kind=gallery,
+                    epoch=epoch,
+                    active_ratio=0.9 / (1 + epoch + m) if config.train else float("nan"),
+                    loss=1.0,
+                    displacement=0.1 * m + 0.01 * epoch,
+                    lp_at_1=float(hit.mean()),
+                    capture_rate=float(captured.mean()) if captures else float("nan"),
+                    lp_at_1_ivf=0.5,
+                    ar_at_1=0.9 if epoch == epochs[-1] and gallery == "own" else float("nan"),
+                    hit=hit,
+                    captured=captured,
+                    neighbour=np.empty(0, np.int32),
+                )
+
+
 def store(folder, experiment, configs, change=lambda f: f):
-    sets = ("seen",) if experiment == "in_distribution" else ("seen", "unseen")
-    frame = change(pd.DataFrame([made_up_row(c, q) for c in configs for q in sets]))
+    "Write made-up rows of an experiment; their table."
+    configs = list(configs)
+    if configs[0].task == "path":
+        rows = [row for c in configs for row in made_up_path(c)]
+    else:
+        sets = ("seen",) if experiment == "in_distribution" else ("seen", "unseen")
+        rows = [made_up_row(c, q) for c in configs for q in sets]
+    frame = change(pd.DataFrame(rows))
     grids.ResultStore(folder, experiment).write(frame)
     return frame
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_replicates():
+    "The pages draw 40 bootstrap replicates of the main grid instead of 1,000."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "read_outcomes", functools.partial(claims.read_outcomes, n_boot=40))
+        yield
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    frames = {e: store(folder, e, list(grids.GRIDS["quick"][e].configs())) for e in ("unseen", "in_distribution")}
-    long = list(grids.GRIDS["full"]["long"].configs())
-    return folder, frames | {"long": store(folder, "long", long)}
+    quick = grids.GRIDS["quick"]
+    return folder, {e: store(folder, e, quick[e].configs()) for e in ("main", "controls", "in_distribution")}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +173,7 @@ def table(path):
 @pytest.mark.parametrize("name, artefact", [("unseen", "tab:ood_summary"), ("in_distribution", "tab:indist_summary")])
 def test_published_numbers_are_copied_as_printed(built, name, artefact):
     want = PUBLISHED[PUBLISHED["artefact"] == artefact]
-    csv = pd.read_csv(built / f"tables/{name}_published.csv", dtype=str, keep_default_na=False).set_index(
+    csv = pd.read_csv(built / f"tables/published_{name}.csv", dtype=str, keep_default_na=False).set_index(
         ["dataset", "method"]
     )
     for r in want.itertuples():
@@ -129,12 +184,15 @@ def test_published_numbers_are_copied_as_printed(built, name, artefact):
     assert (csv[["lp", "ar"]] != "").sum().sum() == len(want)
 
 
-def test_published_numbers_are_in_the_row_of_their_method(built):
-    t = table(built / "tables/unseen.md")
-    lp = PUBLISHED[(PUBLISHED["artefact"] == "tab:ood_summary") & (PUBLISHED["metric"] == "LP")]
-    for r in lp.itertuples():
+@pytest.mark.parametrize(
+    "name, artefact, metric", [("in_distribution", "tab:indist_summary", "LP"), ("recall", "tab:ood_summary", "AR")]
+)
+def test_published_numbers_are_in_the_row_of_their_method(built, name, artefact, metric):
+    t = table(built / f"tables/{name}.md")
+    printed = PUBLISHED[(PUBLISHED["artefact"] == artefact) & (PUBLISHED["metric"] == metric)]
+    for r in printed.itertuples():
         (cell,) = t.loc[t["the paper's name"] == r.method, f"paper: {r.dataset}"]
-        assert cell == r.value + (f" ± {r.std}" if r.std else "")
+        assert cell.rstrip("†") == r.value + (f" ± {r.std}" if r.std and metric == "LP" else "")
     assert t.loc[t["the paper's name"] == "EGA", "method"].tolist() == [
         "EGA (released)"
     ]  # the published tables were made with this form
@@ -149,7 +207,7 @@ def test_training_on_queries_is_marked(built):
     )
 
 
-@pytest.mark.parametrize("name", ["unseen", "in_distribution", "unseen_recall"])
+@pytest.mark.parametrize("name", ["in_distribution", "recall"])
 def test_our_and_published_numbers_share_no_column(built, name):
     ours, theirs = (
         {c.split(": ")[1] for c in table(built / f"tables/{name}.md") if c.startswith(w)} for w in ("ours: ", "paper: ")
@@ -160,68 +218,104 @@ def test_our_and_published_numbers_share_no_column(built, name):
 
 
 def test_our_numbers_equal_stored_outcomes(built, stored):
-    t = pd.read_csv(built / "tables/unseen.csv").set_index(["benchmark", "method"])
-    rows = stored[1]["unseen"].query("query_set == 'unseen'").set_index(["benchmark", "method"])["lp_at_1"] * 100
-    for (b, m), v in rows.items():
-        assert t.loc[(b, m), "lp_at_1"] == pytest.approx(v, abs=1e-3) and t.loc[(b, m), "diff"] == pytest.approx(
-            v - rows[b, "frozen"], abs=1e-3
-        )
-    change = (rows - rows.xs("frozen", level=1).reindex(rows.index.get_level_values(0)).to_numpy()).unstack()
-    for m in METHODS:
-        assert t.loc[("mean", m), "diff"] == pytest.approx(change[m].mean(), abs=1e-3) and t.loc[
-            ("worst", m), "diff"
-        ] == pytest.approx(change[m].min(), abs=1e-3)
+    t = pd.read_csv(built / "tables/main.csv")
+    rows = stored[1]["main"]
+    last = rows[rows.epoch == rows.groupby("run_id").epoch.transform("max")]
+    keys = ["query_set", "gallery_kind", "benchmark", "method"]
+    lp = 100 * last.set_index(keys).lp_at_1
+    ours = t[t.metric == "lp_at_1"].set_index(keys).sort_index()
+    for key, value in lp.items():
+        assert ours.value[key] == pytest.approx(value, abs=1e-3)
+        assert ours.change[key] == pytest.approx(value - lp[(*key[:3], "frozen")], abs=1e-3)
+    half = {b: 0.5 if "tiny200" in b else 1.0 for b in protocols.MAIN_BENCHMARKS}  # the same seen classes twice
+    for query_set, weights in (("unseen", dict.fromkeys(half, 1.0)), ("seen", half)):
+        values = ours.change.loc[query_set, "mixed"].unstack("benchmark")
+        mean = sum(w * values[b] for b, w in weights.items()) / sum(weights.values())
+        assert np.allclose(values["mean"], mean, atol=1e-3)
+    captured = t[(t.metric == "capture_rate") & (t.benchmark == "cub100")].set_index("method").value
+    assert captured["lda"] == pytest.approx(100 * last.query("method == 'lda'").capture_rate.max())
+
+
+def test_figures_read_the_path_of_every_method(built, stored):
+    paths = pd.read_csv(built / "tables/paths.csv")
+    assert set(paths.benchmark) == {"mean"} and set(paths.epoch) == set(stored[1]["main"].epoch) == {0, 1, 2, 5, 10}
+    quantities = pd.read_csv(built / "tables/quantities.csv").set_index(["benchmark", "method", "epoch"])
+    row = stored[1]["main"].query("benchmark == 'grocery' and method == 'lora_triplet' and epoch == 5").iloc[0]
+    assert quantities.active_ratio["grocery", "lora_triplet", 5] == pytest.approx(row.active_ratio, abs=1e-4)
+
+
+def test_controls_have_a_line_for_each_stored_closed_form(built):
+    t = table(built / "tables/controls.md")
+    assert t["method"].tolist() == ["centred WCCN", *(f"dial {g}" for g in (0.15, 0.3, 0.5, 0.7, 1))]
 
 
 def test_sources_json_describes_stored_runs(built):
     source = json.loads((built / "tables/sources.json").read_text())["source"]
-    assert [source[e]["profile"] for e in ("unseen", "in_distribution")] == ["quick", "quick"]
-    assert [(source[e]["hidden"], source[e]["epochs"]) for e in ("unseen", "long")] == [("512", "10"), ("2048", "150")]
-    assert source["unseen"]["queries"] == SIZE * 2 * 5 and source["unseen"]["runs"] == 13 * 5
+    assert {s["profile"] for s in source.values()} == {"quick"}
+    assert (source["main"]["hidden"], source["main"]["epochs"]) == ("512", "10")
+    assert source["main"]["queries"] == SIZE * 2 * 5 and source["main"]["runs"] == 13 * 5
 
 
-def test_profile_name_of_unfinished_grid(stored):
-    rows = stored[1]["unseen"].assign(experiment="unseen")
+def test_an_unfinished_grid_makes_no_table_and_no_figure(stored, tmp_path):
+    rows = stored[1]["main"].assign(experiment="main")
     assert tables.name_of_stored_grid(rows[rows["method"] != "lda"]) == "60 of 65 runs of quick"
+    results = tmp_path / "r"
+    shutil.copytree(stored[0], results)
+    some = stored[1]["main"].query("method != 'lda' or benchmark != 'cub100'")
+    grids.ResultStore(results, "main").write(some)
+    paper.build(results, tmp_path / "out")
+    left = content(tmp_path / "out")
+    assert "tables/main.csv" not in left and "tables/in_distribution.csv" in left and "tables/controls.csv" in left
+    assert set(pd.read_csv(tmp_path / "out/tables/claims.csv")["verdict"]) == {"not tested"}
+    assert not [name for name in MAIN_FIGURES if f"figures/{name}.pdf" in left]
 
 
-def test_ranking_compares_trained_methods_only(built):
-    t = pd.read_csv(built / "tables/ranking.csv")
-    assert set(t["method"]) == {m for m in METHODS if method_config.METHODS[m].loss} and set(t["benchmark"]) == {
-        "cub100"
-    }
-    from scipy.stats import spearmanr
+def test_claims_have_a_verdict_in_each_gallery(built):
+    t = pd.read_csv(built / "tables/claims.csv", keep_default_na=False)
+    decided = {c.id: c for c in claims.load_claims(ROOT / "data/claims.toml")}
+    assert set(t["id"]) == set(decided) and "not tested" not in set(t["verdict"])
+    for r in t.itertuples():
+        assert r.verdict == claims.decide(decided[r.id], float(r.low), float(r.high))
+    galleries = t.groupby("id").gallery.agg(set)
+    assert all(galleries[i] == ({"own", "mixed"} if c.gallery == "both" else {c.gallery}) for i, c in decided.items())
 
-    want = spearmanr(t["diff_short"], t["diff_long"]).statistic
-    assert json.loads((built / "tables/numbers.json").read_text())["rank_correlation"]["cub100"] == pytest.approx(
-        want, abs=1e-3
-    )
+
+def test_the_report_asks_for_verdicts_that_exist():
+    text = (ROOT / "paper/report.typ").read_text()
+    asked = re.findall(r'(?:verdicts-of|choose)\("(\w+)"(?:, of: "([^"]*)")?', text)
+    assert {name for name, _ in asked} == set(claims.EFFECTS)
+    assert all(form in claims.EFFECTS[name] for name, form in asked)
+
+
+def test_short_training_is_compared_with_long_training(stored, names):
+    whole = claims.read_outcomes(stored[0])
+    t = names["lengths"](whole, whole).set_index(["method", "length", "gallery"])
+    assert len(t) == 10 * 2 * 2
+    for m in ("ega_paper", "supcon"):
+        change = whole.change("mean", "unseen", "own", m)
+        assert t.estimate[m, "short", "own"] == t.estimate[m, "long", "own"] == change[0]
 
 
 def test_figure_titles_count_intervals(built):
-    figures, t = (
-        json.loads((built / "figures/figures.json").read_text()),
-        pd.read_csv(built / "tables/unseen.csv").query("benchmark == 'mean' and method != 'frozen'"),
+    figures = json.loads((built / "figures/figures.json").read_text())
+    t = pd.read_csv(built / "tables/main.csv").query("benchmark == 'mean' and metric == 'lp_at_1'")
+    t = t[t.method.isin([m for m in METHODS if method_config.uses_gradient_training(m)])]
+    mixed = t[t.gallery_kind == "mixed"].set_index(["query_set", "method"])
+    gain = mixed.loc["seen"].query("low > 0").index
+    lose, win = (mixed.loc["unseen"].loc[gain, end] for end in ("high", "low"))
+    assert len(gain) and figures["overview"]["title"] == (
+        f"{len(gain)} of 10 trained methods gain on seen classes; {(lose < 0).sum()} of these lose on unseen classes, "
+        f"{(win > 0).sum()} gain on them"
     )
-    up, down = int((t["diff_low"] > 0).sum()), int((t["diff_high"] < 0).sum())
-    assert (
-        figures["unseen"]["title"]
-        == f"Mean change on unseen classes: {up} of 12 adapters above frozen, {down} below, {12 - up - down} undecided"
-        and up
-        and down
-    )
-    seen = (
-        pd.read_csv(built / "tables/seen.csv").query("benchmark == 'mean' and method != 'frozen'").set_index("method")
-    )
-    gain = seen.index[seen["diff_low"] > 0]
-    lose = t.set_index("method").loc[gain, "diff_high"] < 0
-    assert figures["plane"]["title"].startswith(
-        f"{len(gain)} of 12 adapters gain on seen classes; {int(lose.sum())} of these lose on unseen classes"
+    lost = [(t[(t.gallery_kind == g) & (t.query_set == "unseen")].high < 0).sum() for g in ("mixed", "own")]
+    assert figures["galleries"]["title"] == (
+        f"Unseen classes lose under {lost[0]} of 10 trained methods in the mixed gallery, under {lost[1]} in their own "
+        "gallery"
     )
 
 
 def test_figures_embed_fonts_and_have_no_date(built):
-    for name in ("plane", "unseen", "mechanism"):
+    for name in MAIN_FIGURES:
         pdf = (built / f"figures/{name}.pdf").read_bytes()
         assert b"CreationDate" not in pdf and b"/Type3" not in pdf and b"/FontFile2" in pdf
         assert (built / f"figures/{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -235,26 +329,22 @@ def test_build_is_reproducible_and_deletes_stale_output(stored, built, tmp_path)
     assert content(again) == first
     paper.build(tmp_path / "nothing", again)  # without results their tables and figures are deleted
     left = content(again)
-    assert not [
-        f
-        for f in left
-        if re.search(r"unseen\.|seen\.|ranking|settings|in_distribution\.|\.pdf|\.png", f)
-        and f != "report.pdf"
-        and "published" not in f
-    ]
+    stale = r"main|paths|quantities|recall|controls|equal_gain|correlations|settings|in_distribution\.|\.pdf|\.png"
+    assert not [f for f in left if re.search(stale, f) and f != "report.pdf" and "published" not in f]
     assert (
-        left["tables/unseen_published.csv"] == first["tables/unseen_published.csv"]
+        left["tables/published_unseen.csv"] == first["tables/published_unseen.csv"]
         and left["report.pdf"] != first["report.pdf"]
     )
     assert set(pd.read_csv(again / "tables/claims.csv")["verdict"]) == {"not tested"}
-    assert set(json.loads(left["tables/sources.json"])["absent"]) == {"unseen", "in_distribution", "long"} and set(
+    assert json.loads(left["tables/chapters.json"]) == {}
+    assert set(json.loads(left["tables/sources.json"])["absent"]) == {"main", "controls", "in_distribution"} and set(
         json.loads(left["tables/numbers.json"])["absent"]
     ) == {"speed"}
 
 
 def test_command_does_not_change_notebooks_or_report_source(tmp_path):
     sources = [*PAGES.glob("*.ipynb"), ROOT / "paper/report.typ"]
-    assert len(sources) == 5
+    assert len(sources) == 6
     before = [p.read_bytes() for p in sources]
     done = subprocess.run(
         [
@@ -278,71 +368,42 @@ def test_runs_with_different_indexes_raise(tmp_path):
         f.loc[f["method"] == "ega_paper", "nlist"] = 50
         return f
 
-    configs = [runs.build_config("unseen", "cub100", m, epochs=1) for m in ("frozen", "ega_paper")]
-    store(tmp_path / "r", "unseen", configs, other_index)
+    store(tmp_path / "r", "in_distribution", grids.GRIDS["quick"]["in_distribution"].configs(), other_index)
     with pytest.raises(InputError, match="nlist"):
         paper.build(tmp_path / "r", tmp_path / "out")
 
 
 def test_tables_of_other_results_raise(stored, built, tmp_path):
-    for folder in (tmp_path / "empty", built):
-        some = stored[1]["unseen"].query("method in ('frozen', 'ega_paper')")
-        grids.ResultStore(tmp_path / "r", "unseen").write(some)
+    old = tmp_path / "old"
+    shutil.copytree(built, old)
+    sources = json.loads((old / "tables/sources.json").read_text())
+    sources["source"]["main"]["runs"] -= 1
+    (old / "tables/sources.json").write_text(json.dumps(sources))
+    for folder in (tmp_path / "empty", old):
         for name in ("02_verdicts", "03_figures"):
             with (
-                paper.environment(PAGES, EGA_RESULTS=tmp_path / "r", EGA_PAPER=folder),
+                paper.environment(PAGES, EGA_RESULTS=stored[0], EGA_PAPER=folder),
                 pytest.raises(InputError, match="tables"),
             ):
                 paper.run_notebook(PAGES / f"{name}.ipynb")
 
 
-def test_build_with_one_benchmark_and_few_methods(tmp_path):
-    store(
-        tmp_path / "r",
-        "unseen",
-        [runs.build_config("unseen", "cub100", m, epochs=1) for m in ("frozen", "ega_paper", "wccn")],
-    )
-    paper.build(tmp_path / "r", tmp_path / "out")
-    verdicts = pd.read_csv(tmp_path / "out/tables/claims.csv").set_index("claim")["verdict"]
-    assert set(verdicts) == {"not tested"} and (tmp_path / "out/figures/plane.pdf").exists()
-
-
-def changes(**by_method):
-    "A tidy table over three benchmarks, its mean and worst: method=(low, high)."
-    rows = [
-        dict(benchmark=b, method=m, lp_at_1=50 + (l + h) / 2, diff=(l + h) / 2, diff_low=l, diff_high=h, rho=0.1)
-        for b in ("a", "b", "c", "mean", "worst")
-        for m, (l, h) in by_method.items()
-    ]
-    return pd.DataFrame(rows)
-
-
-def test_verdict_rules(names):
-    ega = dict(ega_paper=(1, 2), ega_released=(1, 2))
-    assert names["claim_preserves"](changes(**ega))[0] == "held"
-    assert names["claim_preserves"](changes(ega_paper=(-1, 1), ega_released=(-1, 1)))[0] == "held"
-    assert names["claim_preserves"](changes(ega_paper=(-3, -2), ega_released=(-3, -2)))[0] == "did not hold"
-    assert names["claim_preserves"](changes(ega_paper=(1, 2), ega_released=(-3, -2)))[0] == "undecided"
-    assert (
-        names["claim_in_distribution"](changes(**ega))[0] == "held"
-        and names["claim_in_distribution"](changes(ega_paper=(-1, 1), ega_released=(-1, 1)))[0] == "did not hold"
-    )
-    rest = dict(icon_self_included=(-6, -5), nca_half_repulsion=(-6, -5), supcon=(-6, -5))
-    assert names["claim_local"](changes(ega_released=(-4, -3), **rest))[0] == "held"
-    assert names["claim_local"](changes(ega_released=(-5.5, -4), **rest))[0] == "undecided"  # intervals overlap
-    assert names["claim_local"](changes(ega_released=(-8, -7), **rest))[0] == "did not hold"
-    pair = dict(ega_preserve=(0, 1), supcon_preserve=(0, 1), supcon=(-3, -2))
-    assert (
-        names["claim_preserve"](changes(ega_released=(-3, -2), **pair))[0] == "held"
-        and names["claim_preserve"](changes(ega_released=(-3, 0.5), **pair))[0] == "undecided"
-    )
-
-
-def test_sparsity_claim_needs_negative_correlation(names):
-    t = changes(ega_paper=(0, 0), ega_released=(0, 0), lora_triplet=(0, 0))
-    for sign, verdict in ((-1, "held"), (1, "did not hold")):
-        assert names["claim_sparsity"](t.assign(rho=np.arange(len(t)), diff=sign * np.arange(len(t))))[0] == verdict
-    assert names["claim_sparsity"](t.assign(rho=np.nan))[0] == "not tested"
+def test_numbers_of_a_chapter_need_its_results(tmp_path):
+    "A chapter whose results are the committed ones gives its numbers; one with other results is left out."
+    results, committed = tmp_path / "r", ROOT / "data/results/subspace.csv"
+    results.mkdir()
+    shutil.copy(committed, results)
+    with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
+        paper.run_notebook(PAGES / "05_numbers.ipynb")
+    numbers = json.loads((tmp_path / "tables/chapters.json").read_text())
+    share = pd.read_csv(committed).pivot(index=["benchmark", "epochs"], columns="group", values="share")
+    ratio = share.unseen / share.seen
+    assert set(numbers) == {"subspace"}
+    assert numbers["subspace"]["over_seen"] == pytest.approx([ratio.min(), ratio.max()], abs=1e-5)
+    (results / "subspace.csv").write_text(committed.read_text().replace("0.", "1.", 1))
+    with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
+        paper.run_notebook(PAGES / "05_numbers.ipynb")
+    assert json.loads((tmp_path / "tables/chapters.json").read_text()) == {}
 
 
 def test_speed_is_median_ratio_within_rounds(names, tmp_path):
@@ -401,12 +462,12 @@ def test_rival_changes_and_margin_correlation(names, tmp_path):
     assert names["margin_correlation"](made) == {"cub100": -1.0}
 
 
-def test_budgets_use_the_chosen_strength(names, stored):
-    grid = stored[1]["unseen"]
-    two = grid[grid["benchmark"].isin(["cub100", "clinc150"])]
-    whole = two[two["method"] == "wccn"].assign(method="wccn shrinkage=0.3", strength=1.0)
+def test_budgets_use_the_chosen_strength(names, tmp_path):
+    configs = [runs.build_config("unseen", b, m) for b in ("cub100", "clinc150") for m in ("frozen", "wccn")]
+    grid = store(tmp_path, "unseen", configs)
+    whole = grid[grid["method"] == "wccn"].assign(method="wccn shrinkage=0.3", strength=1.0)
     half = whole.assign(strength=0.5, hit=[0 * h for h in whole["hit"]], lp_at_1=0.0)
-    tuned = pd.concat([two[two["method"] == "frozen"].assign(strength=0.0), whole, half])
+    tuned = pd.concat([grid[grid["method"] == "frozen"].assign(strength=0.0), whole, half])
     chosen = pd.DataFrame({"benchmark": ["cub100", "clinc150"], "method": "wccn shrinkage=0.3", "strength": 1.0})
     (one,) = names["budgets"](tuned, chosen, grid).itertuples()
     assert (
@@ -419,7 +480,7 @@ def test_budgets_use_the_chosen_strength(names, stored):
     assert other.unseen < other.unseen_once - 1
 
 
-def test_nine_tables_have_published_and_stored_numbers(built, names):
+def test_the_paper_s_other_tables_have_published_and_stored_numbers(built, names, stored):
     for name in names["COUNTERPARTS"]:
         csv = pd.read_csv(built / f"tables/{name}.csv", dtype=str, keep_default_na=False)
         want = PUBLISHED[
@@ -428,11 +489,9 @@ def test_nine_tables_have_published_and_stored_numbers(built, names):
             & PUBLISHED["K"].isin(["1", ""])
         ]
         assert sorted(v for c in ("LP", "AR", "rho_printed") for v in csv[c] if v) == sorted(want["value"])
-    infonce = pd.read_csv(built / "tables/ega_infonce.csv").set_index(["benchmark", "method"])
-    ours = pd.read_csv(built / "tables/unseen.csv").set_index(["benchmark", "method"])
-    assert infonce.loc[("cub100", "EGAMLP+InfoNCE"), "lp_at_1"] == pytest.approx(
-        ours.loc[("cub100", "supcon"), "lp_at_1"], abs=1e-3
-    )
+    rho = pd.read_csv(built / "tables/rho_datasets.csv").set_index("benchmark").rho
+    row = stored[1]["main"].query("benchmark == 'cub100' and method == 'ega_released' and epoch == 10").iloc[0]
+    assert rho["cub100"] == pytest.approx(100 * row.active_ratio, abs=1e-3)
     assert (
         pd.read_csv(built / "tables/lora_rank.csv").query("method == 'LoRA+Triplet r=64'").lp_at_1.isna().all()
     )  # no sweep is stored: a dash, not a number
@@ -455,5 +514,5 @@ def test_number_formats():
 
 def test_report_source_contains_no_typed_results():
     "A decimal or a number with thousands that is not a length must come from tables/, not from the source."
-    text = (ROOT / "paper/report.typ").read_text().replace("[0.0]", "")  # how `points` writes zero
+    text = (ROOT / "paper/report.typ").read_text()
     assert re.findall(r"(?<![\d.])\d+\.\d+(?!\d|pt|em|in|fr|%)|\d,\d{3}", text) == []
