@@ -29,7 +29,7 @@ METHOD_STYLES = {
     "supcon_preserve": MethodStyle("SupCon + preserve", "#7A5C00", "X"),
     "whitened_supcon": MethodStyle("whitened SupCon", "#000000", "*"),
     **{
-        f"discriminant_whitening strength={g:g}": MethodStyle(f"dial {g:g}" if g else "centred WCCN", "#009E73", "P")
+        f"discriminant_whitening strength={g:g}": MethodStyle(f"dial {g:g}" if g else "centred WCCN", "#009E73", "8")
         for g in (0, 0.15, 0.3, 0.5, 0.7, 1)
     },
     "affine_nca": MethodStyle("affine NCA", "#999933", "H"),

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ega.experiments.grids import GRIDS
 from ega.experiments.plots import (
     METHOD_STYLES,
     _bars,
@@ -27,7 +28,7 @@ from ega.experiments.plots import (
 )
 
 ROOT = Path(__file__).parents[2]
-METHODS = [m for m in METHOD_STYLES if m != "frozen"]
+METHODS = [m for m in GRIDS["full"]["main"].methods if m != "frozen"]
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +202,12 @@ def test_same_data_give_the_same_file():
 
 
 def test_every_method_has_its_own_colour_marker_and_name():
-    for part in zip(*METHOD_STYLES.values()):
-        assert len(set(part)) == len(METHOD_STYLES)
+    "The values of the dial are one method with one colour and marker, and have names of their own."
+    styles = {m.split(" strength=")[0]: style for m, style in METHOD_STYLES.items()}
+    assert len(styles) == len(METHOD_STYLES) - 5
+    for part in zip(*styles.values()):
+        assert len(set(part)) == len(styles)
+    assert len({style.label for style in METHOD_STYLES.values()}) == len(METHOD_STYLES)
 
 
 def test_colours_have_enough_contrast_on_white():
