@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import ega
@@ -127,7 +128,6 @@ def _check_fit(args):
     "Check the arguments of `ega fit`."
     from ega.arrays import InputError
     from ega.config import check_method
-    from ega.files import check_output
 
     if args.method != "auto":
         check_method(args.method, list_all=True)
@@ -137,12 +137,20 @@ def _check_fit(args):
         flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
         _refuse(flags, "with --max-unseen-loss none, which compares nothing")
     _check_data(args)
+    _check_adapter_out(args)
+    _check_device(args.device)
+
+
+def _check_adapter_out(args):
+    "Check that an adapter can be written to --out."
+    from ega.arrays import InputError
+    from ega.files import check_output
+
     if not Path(args.out).is_file():
         _check_folder_name(args.out)
     folder = check_output(args.out, overwrite=args.overwrite)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "adapter.safetensors").is_file():
         raise InputError(f"{folder}: this folder holds files and no adapter to replace; choose another name")
-    _check_device(args.device)
 
 
 def _check_description_file(path):
@@ -156,6 +164,15 @@ def _check_description_file(path):
             f"{path}: expected the folder written by `ega fit`, got weights without the description "
             f"{weights.with_suffix('.json').name}; weights alone can transform, migrate and search"
         )
+
+
+def _check_update(args):
+    "Check the arguments of `ega update`."
+    _check_adapter(args.adapter)
+    _check_data(args)
+    _check_description_file(args.adapter)
+    _check_adapter_out(args)
+    _check_device(args.device)
 
 
 def _check_evaluate(args):
@@ -388,8 +405,6 @@ def _embed(args):
 # %% ../nbs/library/30_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
-    from functools import partial
-
     from ega.arrays import InputError
     from ega.vectors import check_same_order, read_embeddings, read_labels
 
@@ -469,7 +484,7 @@ def _fit(args):
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
     with defer_sigint():  # Ctrl-C leaves all files or none
-        adapter.save(args.out)
+        adapter.save(args.out, statistics=args.keep_statistics)
         args.interrupted = f"{args.out} was written"
     selection = adapter.selection_
     if args.json:
@@ -517,15 +532,43 @@ def _format_candidates(table):
     return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/30_cli.ipynb #fit-locked
-def _fit_locked(args):
-    "Select, fit and save, while no other process can write into the folder; without a result it is removed again."
+def _update(args):
+    "Add rows to an adapter or remove them, and save it."
+    from ega.arrays import defer_sigint
+    from ega.estimator import EmbeddingAdapter
+
+    adapter = EmbeddingAdapter.load(args.adapter)
+    x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
+    before = len(adapter.classes_)
+    adapter.set_params(device=args.device)
+    (adapter.forget if args.forget else adapter.partial_fit)(x, y, unlabelled=args.unlabelled)
+    with defer_sigint():  # Ctrl-C leaves all files or none
+        adapter.save(args.out, statistics=True)
+        args.interrupted = f"{args.out} was written"
+    rows, classes = adapter.statistics_.n, len(adapter.classes_)
+    selection = adapter.selection_
+    if args.json:
+        result = {"rows": rows, "classes": classes, "classes_before": before, "out": args.out}
+        print(json.dumps(result | {"method": selection.method, "fingerprint": adapter.fingerprint_}))
+        return
+    text = f"{rows:,} rows of {classes:,} classes, before {before:,}; {selection.method} as it was selected."
+    if args.forget and selection.config is not None and selection.config.loss is not None:
+        text += " What the trained part learnt from the removed rows stays in it; `ega fit` on the others removes it."
+    if selection.n_classes and classes >= 2 * selection.n_classes:
+        text += " The classes have doubled since `ega fit`, which may now select another strength."
+    print(f"{_wrap(text)}\n{args.out}")
+
+
+def _locked(run, args):
+    "Run a command that saves to --out, while no other process can write there; without a result it is removed again."
     from ega.files import file_lock
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder):
         try:
-            _fit(args)
+            run(args)
         finally:
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -926,8 +969,8 @@ def _transform_arguments(command):
     _add_json_and_quiet(command)
 
 # %% ../nbs/library/30_cli.ipynb #fit-arguments
-def _data_arguments(command):
-    "Embeddings and labels, for `ega fit`, `ega evaluate` and `ega report`."
+def _data_arguments(command, seed=True):
+    "Embeddings and labels, for `ega fit`, `ega update`, `ega evaluate` and `ega report`."
     add = command.add_argument
     add(
         "source",
@@ -960,7 +1003,8 @@ def _data_arguments(command):
         const=[],
         help="all texts are names of classes, also nan and -1",
     )
-    add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
+    if seed:
+        add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
 # %% ../nbs/library/30_cli.ipynb #fit-own-arguments
 def _selection_arguments(add):
@@ -1005,9 +1049,27 @@ def _fit_arguments(command):
         help="auto selects; or a name, such as wccn, lda or affine_nca (default: auto)",
     )
     _selection_arguments(add)
+    _adapter_out_arguments(command)
+    add("--keep-statistics", action="store_true", help="also write the class means and sums that `ega update` needs")
+    _add_json_and_quiet(command)
+
+
+def _adapter_out_arguments(command):
+    "Arguments of the commands that write an adapter."
+    add = command.add_argument
     add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
-    _add_json_and_quiet(command)
+
+
+def _update_arguments(command):
+    "Arguments of `ega update`."
+    command.add_argument("adapter", help="the folder written by `ega fit --keep-statistics`")
+    _data_arguments(command, seed=False)
+    add = command.add_argument
+    add("-o", "--out", required=True, help="folder of the new adapter; it must not exist")
+    add("--forget", action="store_true", help="remove the rows, which were fitted on, instead of adding them")
+    _adapter_out_arguments(command)
+    _add_json_and_quiet(command, quiet=False)
 
 # %% ../nbs/library/30_cli.ipynb #1f4384c4
 def _evaluate_arguments(command):
@@ -1094,9 +1156,13 @@ def _add_data_commands(add):
     )
     _embed_inputs(command)
     _embed_options(command)
-    command = add("fit", _fit_locked, "select and fit an adapter, without any unseen class", _check_fit)
+    command = add("fit", partial(_locked, _fit), "select and fit an adapter, without any unseen class", _check_fit)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _fit_arguments(command)
+    text = "add labelled rows or classes to an adapter, or remove some, without the earlier rows"
+    command = add("update", partial(_locked, _update), text, _check_update)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _update_arguments(command)
     text = "measure label precision before and after an adapter, on seen and unseen classes"
     command = add("evaluate", _evaluate, text, _check_evaluate)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)

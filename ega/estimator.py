@@ -43,6 +43,7 @@ from ega.arrays import (
     encode_labels,
     import_optional,
     iter_unit_rows,
+    match_classes,
     pick_device,
     short_repr,
 )
@@ -50,7 +51,7 @@ from .closed_form import ClassStatistics
 from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
 from .files import READ_ERRORS, atomic_write, check_output, check_path, hash_arrays, open_npy, read_json, short_error
-from .methods import STATISTICS_TRANSFORMS, fit_adapter, needed_rows
+from .methods import STATISTICS_TRANSFORMS, can_update, fit_adapter, needed_rows, update_adapter
 from ega.selection import (
     CANDIDATES,
     STRENGTHS,
@@ -151,10 +152,11 @@ def _description_hash(values):
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _description(estimator):
-    "The dictionary that is saved beside the weights: `to_dict` and its hash."
+def _description(estimator, statistics):
+    "The dictionary that is saved beside the weights: `to_dict`, the hash of saved statistics, and its own."
     # default: parameters may be NumPy scalars, as from a grid
     values = json.loads(json.dumps(to_dict(estimator), allow_nan=False, default=lambda value: value.item()))
+    values["statistics_fingerprint"] = _statistics_fingerprint(statistics)
     return values | {"sha256": _description_hash(values)}
 
 
@@ -274,6 +276,7 @@ def _read_description(path):
         names = values.get("feature_names_in")
         if names is not None and (len(names) != values["n_features_in"] or {type(n) for n in names} != {str}):
             raise TypeError(f"feature_names_in is not a list of {values['n_features_in']} texts")
+        _check_types(values, {"statistics_fingerprint": (str, type(None))})
         numbers = values["integer_columns"]
         if numbers is not None and (len(numbers) != values["n_features_in"] or {type(n) for n in numbers} != {int}):
             raise TypeError(f"integer_columns is not a list of {values['n_features_in']} integers")
@@ -368,6 +371,33 @@ def _load_fit_row_hashes(path, fingerprint):
         )
     return hashes
 
+# %% ../nbs/library/24_estimator.ipynb #b55f8c25
+def _statistics_path(weights):
+    "The file of the class statistics, beside the weights."
+    return weights.with_suffix(".statistics.npz")
+
+
+def _statistics_fingerprint(statistics):
+    "SHA-256 of class statistics; None for None."
+    if statistics is None:
+        return None
+    return hash_arrays(statistics.classes, statistics.counts, statistics.sums, statistics.squares)
+
+
+def _load_statistics(path, values):
+    "Read the class statistics of a description; None if they were not saved, `InputError` if the file was changed."
+    if values["statistics_fingerprint"] is None:
+        return None
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file; EmbeddingAdapter.save(statistics=True) writes it beside the weights: copy all its "
+            "files again"
+        )
+    statistics = ClassStatistics.load(path)
+    if _statistics_fingerprint(statistics) != values["statistics_fingerprint"]:
+        raise InputError(f"{path}: not the statistics that were saved with this adapter; copy or save all files again")
+    return statistics
+
 # %% ../nbs/library/24_estimator.ipynb #files
 class _SaveLoadMixin:
     "The methods of EmbeddingAdapter that write it and read it."
@@ -375,8 +405,9 @@ class _SaveLoadMixin:
     adapter_: torch.nn.Module
     fingerprint_: str
     fit_row_hashes_: np.ndarray
+    statistics_: ClassStatistics | None
 
-    def save(self, path: "str | Path") -> Path:
+    def save(self, path: "str | Path", *, statistics: bool = False) -> Path:
         """Write the weights as safetensors, hashes of the fitted rows as .npy and everything else as JSON.
 
         Parameters
@@ -385,6 +416,11 @@ class _SaveLoadMixin:
             A folder, for `adapter.safetensors`, `adapter.fit_rows.npy` and `adapter.json`; or the name of
             a .safetensors file, which gets a .fit_rows.npy and a .json beside it. The files of an earlier
             `save` are replaced, as joblib.dump does; other files in the folder stay as they are.
+        statistics : bool, default=False
+            Also write `adapter.statistics.npz`, which a loaded estimator needs for `partial_fit` and `forget`:
+            number of rows and mean of each class, and the sum of squares of all rows, 8 (d + C) d bytes for d columns
+            and C classes. Without it an earlier file of this name is removed. Class means tell much about the rows
+            of a small class: leave them out of an adapter that is given to others.
 
         Returns
         -------
@@ -396,8 +432,8 @@ class _SaveLoadMixin:
         sklearn.exceptions.NotFittedError
             If `fit` was not called.
         InputError
-            If a file of that name was not written by `save`, the folder takes no files, or the weights of
-            `adapter_` were changed after `fit`.
+            If a file of that name was not written by `save`, the folder takes no files, the weights of `adapter_`
+            were changed after `fit`, or there are no statistics to write.
         """
         check_is_fitted(self)
         if adapter_fingerprint(self.adapter_) != self.fingerprint_:
@@ -405,13 +441,20 @@ class _SaveLoadMixin:
                 "the weights of adapter_ were changed after fit, and no longer belong to the description; fit again, "
                 "or write the adapter alone with ega.adapters.save_adapter"
             )
+        if statistics:
+            _check_updatable(self)
+        kept = self.statistics_ if statistics else None
         weights, description = _file_pair(path)
         _check_save_path(path, description)
         check_output(weights, endings=(".safetensors",), overwrite=True)
         save_adapter(self.adapter_, weights)
         _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
+        if kept is not None:
+            kept.save(_statistics_path(weights))
         with atomic_write(description) as temporary:
-            temporary.write_text(json.dumps(_description(self), indent=1))
+            temporary.write_text(json.dumps(_description(self, kept), indent=1))
+        if kept is None:
+            _statistics_path(weights).unlink(missing_ok=True)
         return Path(path)
 
     @classmethod
@@ -441,6 +484,7 @@ class _SaveLoadMixin:
             raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
         estimator = _set_fitted(_check_params(cls(**values["settings"])), adapter, values)
         estimator.fit_row_hashes_ = _load_fit_row_hashes(_fit_rows_path(weights), values["fit_rows_fingerprint"])
+        estimator.statistics_ = _load_statistics(_statistics_path(weights), values)
         return estimator
 
 # %% ../nbs/library/24_estimator.ipynb #export-methods
@@ -613,26 +657,39 @@ def _select(estimator, a, y, progress):
     return Selection(name, strength, reason, table, None, estimator.confidence, n_classes, config)
 
 # %% ../nbs/library/24_estimator.ipynb #fbfe0630
+def _statistics_of_rows(a, y):
+    "ClassStatistics of the labelled rows of a (n, d) from check_matrix."
+    statistics = ClassStatistics(a.shape[1])
+    for first, x in iter_unit_rows(a):
+        statistics.update(x, y[first : first + len(x)])
+    return statistics
+
+
 def _fit_selected(selection, a, y, device, progress):
-    "The selected adapter, fitted on the labelled rows; the identity if the frozen embeddings were selected."
+    """The selected adapter, fitted on the labelled rows, and their statistics, or None where no update is possible.
+
+    The adapter is the identity if the frozen embeddings were selected.
+    """
     if selection.frozen:
-        return LinearAdapter(a.shape[1]).eval()
+        return LinearAdapter(a.shape[1]).eval(), _statistics_of_rows(a, y)
     config, rows, statistics = selection.config, np.flatnonzero(y >= 0), None
     progress.start(f"{selection.method} on all {len(rows)} labelled rows")
     needed = rows[needed_rows(config, y[rows])]
     if config.adapter.init_transform in STATISTICS_TRANSFORMS and len(needed) < len(rows):
-        rows, statistics = needed, ClassStatistics(a.shape[1])
-        for first, x in iter_unit_rows(a):
-            statistics.update(x, y[first : first + len(x)])
-    return fit_adapter(
+        rows, statistics = needed, _statistics_of_rows(a, y)
+    x = _take_unit_rows(a, rows)
+    if config.adapter.init_transform in STATISTICS_TRANSFORMS and statistics is None:
+        statistics = ClassStatistics(a.shape[1]).update(x, y[rows])
+    adapter = fit_adapter(
         config,
-        _take_unit_rows(a, rows),
+        x,
         y[rows],
         strength=selection.strength,
         statistics=statistics,
         device=device,
         on_epoch=progress.epoch,
     )
+    return adapter, statistics if can_update(config, selection.strength) else None
 
 
 def _hash_rows_and_labels(a, labels):
@@ -684,14 +741,195 @@ def _fit(estimator, X, y, unlabelled, progress):
     estimator.selection_ = _select(estimator, a, numbers, progress)
     estimator.cv_results_ = estimator.selection_.cv_results
     estimator.frozen_ = estimator.selection_.frozen
-    estimator.adapter_ = _fit_selected(estimator.selection_, a, numbers, estimator.device, progress)
+    estimator.adapter_, statistics = _fit_selected(estimator.selection_, a, numbers, estimator.device, progress)
+    if statistics is not None:
+        position = dict(zip(numbers.tolist(), labels.tolist()))  # in classes_
+        statistics = statistics._relabel(np.array([position[number] for number in statistics.classes.tolist()]))
+    estimator.statistics_ = statistics
     estimator.fingerprint_ = adapter_fingerprint(estimator.adapter_)
     estimator.data_fingerprint_, estimator.fit_row_hashes_ = data_fingerprint, row_hashes
     progress.finish()
     return estimator
 
+# %% ../nbs/library/24_estimator.ipynb #e07f3e2e
+def _check_updatable(estimator):
+    "Raise InputError unless a fitted estimator has the statistics that `partial_fit` and `forget` need."
+    selection = estimator.selection_
+    if not can_update(selection.config, selection.strength):
+        raise InputError(
+            f"{selection.method} at strength {selection.strength:g} has no class statistics, so it cannot be updated: "
+            "fit it again on all rows, or fit affine_nca, discriminant_whitening, or wccn at strength 1"
+        )
+    if estimator.statistics_ is None:
+        raise InputError(
+            "this adapter was saved without its class statistics, which partial_fit and forget need; fit it again and "
+            "save it with statistics=True (`ega fit --keep-statistics`)"
+        )
+
+
+def _read_changed_rows(estimator, X, y, unlabelled):
+    "Matrix, labels (-1: unlabelled), their classes, fingerprint and row hashes of rows to add or to remove."
+    check_index(X, y)
+    check_feature_names(estimator, X, reset=False)
+    a = check_matrix(X, estimator.n_features_in_)
+    labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
+    if not len(classes):
+        raise InputError(f"expected labels, but none of the {len(a)} rows has one; give the labels of at least one row")
+    return a, labels, classes, *_hash_rows_and_labels(a, labels)
+
+
+def _combine_classes(estimator, statistics, classes):
+    "All classes, and the statistics of the estimator and those of rows of other `classes`, numbered alike."
+    together = np.union1d(estimator.classes_, classes)
+    before = estimator.statistics_._relabel(np.searchsorted(together, estimator.classes_))
+    return together, before, statistics._relabel(np.searchsorted(together, classes))
+
+
+def _set_updated(estimator, before, after, classes, data_fingerprint, **training):
+    "Set the fitted attributes to those after a change of the rows; `training`: the new unit rows x and labels y."
+    selection = estimator.selection_
+    if not selection.frozen:
+        estimator.adapter_ = update_adapter(
+            selection.config,
+            estimator.adapter_,
+            before,
+            after,
+            strength=selection.strength,
+            device=estimator.device,
+            **training,
+        )
+    estimator.classes_ = classes[after.classes]
+    estimator.statistics_ = after._relabel(np.arange(len(after.classes)))
+    estimator.fingerprint_ = adapter_fingerprint(estimator.adapter_)
+    estimator.data_fingerprint_ = data_fingerprint
+    return estimator
+
+# %% ../nbs/library/24_estimator.ipynb #0e3e48fd
+def _partial_fit(estimator, X, y, unlabelled):
+    "Do the work of `partial_fit` on a fitted estimator; returns the estimator."
+    _check_updatable(estimator)
+    a, labels, classes, fingerprint, hashes = _read_changed_rows(estimator, X, y, unlabelled)
+    match_classes(classes, estimator.classes_)  # raises for labels of another kind
+    new = _statistics_of_rows(a, labels)
+    together, before, added = _combine_classes(estimator, new, classes)
+    after = before._relabel(before.classes).merge(added)  # a copy
+    known = np.flatnonzero(labels >= 0)
+    estimator.fit_row_hashes_ = np.union1d(estimator.fit_row_hashes_, hashes)
+    fingerprint = hashlib.sha256(f"{estimator.data_fingerprint_} + {fingerprint}".encode()).hexdigest()
+    training = {"x": _take_unit_rows(a, known), "y": labels[known]}
+    return _set_updated(estimator, before, after, together, fingerprint, **training)
+
+
+def _forget(estimator, X, y, unlabelled):
+    "Do the work of `forget`; returns the estimator."
+    _check_updatable(estimator)
+    a, labels, classes, fingerprint, hashes = _read_changed_rows(estimator, X, y, unlabelled)
+    if not (is_fitted := match_classes(classes, estimator.classes_)).all():
+        raise InputError(
+            f"class {classes[~is_fitted][0]!s} has no rows to remove: it is not in classes_; "
+            "give rows and labels of fit or partial_fit"
+        )
+    if not (is_fitted := np.isin(hashes, estimator.fit_row_hashes_)).all():
+        raise InputError(
+            f"{(~is_fitted).sum()} of {len(hashes)} distinct rows of X were not fitted on; "
+            "give rows and labels of fit or partial_fit"
+        )
+    together, before, removed = _combine_classes(estimator, _statistics_of_rows(a, labels), classes)
+    after = before._relabel(before.classes)
+    for name, had, count in zip(classes.tolist(), before.counts[removed.classes].tolist(), removed.counts.tolist()):
+        if count > had:
+            raise InputError(f"{count} rows of class {name} were to be removed, but it has {had}; give each row once")
+    after.subtract(removed)
+    if len(after.classes) < 2:
+        raise InputError(f"rows of at least 2 classes must be left, got {len(after.classes)}; fit on other rows")
+    estimator.fit_row_hashes_ = np.setdiff1d(estimator.fit_row_hashes_, hashes)
+    fingerprint = hashlib.sha256(f"{estimator.data_fingerprint_} - {fingerprint}".encode()).hexdigest()
+    return _set_updated(estimator, before, after, together, fingerprint)
+
+# %% ../nbs/library/24_estimator.ipynb #f0ac96c5
+class _UpdateMixin:
+    "The methods of EmbeddingAdapter that add and remove labelled rows."
+
+    statistics_: ClassStatistics | None
+
+    def partial_fit(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
+        """Add labelled rows, of new or of known classes; the earlier rows are not needed.
+
+        An estimator that is not fitted is fitted, so the first call needs classes enough for the selection. Later
+        calls keep the selected method and strength. The closed form is that of a fit on all rows, up to rounding; a
+        trained part starts where it is and is trained further on the new rows, for their share of the epochs in all
+        rows, at most a quarter. If the frozen embeddings were selected they are kept.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            New embeddings, as in `fit`. A row that is given again counts twice.
+        y : array-like of shape (n,)
+            Their labels, as in `fit`.
+        unlabelled : sequence, optional
+            As in `fit`.
+
+        Returns
+        -------
+        EmbeddingAdapter
+            The estimator itself. Vectors that the earlier adapter made cannot be compared with those of this one.
+
+        Raises
+        ------
+        InputError
+            If X or y is not as described, or there are no class statistics: of a method that is not fitted from
+            them, such as lda, or of an estimator that was saved without them. The estimator is then unchanged.
+
+        See Also
+        --------
+        fit : Selects again. It pays once the classes or rows have doubled, because the selection does not follow.
+        """
+        if not hasattr(self, "adapter_"):
+            return self.fit(X, y, unlabelled=unlabelled)  # type: ignore[attr-defined]
+        return self._change(_partial_fit, X, y, unlabelled)
+
+    def forget(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
+        """Remove labelled rows that were fitted on; a class without rows is removed.
+
+        The closed form becomes that of a fit on the other rows, up to rounding. A trained part is kept: what it learnt
+        from the removed rows stays in it. Where that must go too, fit again on the other rows.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Embeddings that were given to `fit` or `partial_fit`.
+        y : array-like of shape (n,)
+            Their labels, as given there.
+        unlabelled : sequence, optional
+            As in `fit`.
+
+        Returns
+        -------
+        EmbeddingAdapter
+            The estimator itself.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            If `fit` was not called.
+        InputError
+            As in `partial_fit`; also if a row was not fitted on, a class has fewer rows than are to be removed, or
+            fewer than two classes would be left. A row with the label of another class is not noticed.
+        """
+        check_is_fitted(self)
+        return self._change(_forget, X, y, unlabelled)
+
+    def _change(self, change, X, y, unlabelled):
+        _check_params(self)
+        changed = copy.copy(self)  # so that a call that fails leaves the estimator as it was
+        with limit_threads():
+            self.__dict__ = vars(change(changed, X, y, unlabelled))
+        return self
+
 # %% ../nbs/library/24_estimator.ipynb #ega
-class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator):
+class EmbeddingAdapter(
+    ClassNamePrefixFeaturesOutMixin, _UpdateMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator
+):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
 
     `fit` holds out each labelled class once and compares `candidates` at several `strengths` with the frozen
@@ -750,11 +988,14 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, _SaveLoadMixin, _ExportM
     feature_names_in_ : ndarray of shape (n_features,)
         Names of the columns seen in `fit`; only if X was a DataFrame with names that are texts.
     fingerprint_, data_fingerprint_ : str
-        SHA-256 of the weights; of the embeddings and labels given to `fit`.
+        SHA-256 of the weights; of the embeddings and labels given to `fit`, `partial_fit` and `forget`.
     fit_row_hashes_ : ndarray of uint64
         `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats; the same
         for rows as they were given to `fit` and for rows of norm 1.
         `ega.evaluate` and the report recognise these rows by them.
+    statistics_ : ega.closed_form.ClassStatistics or None
+        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None for a method that
+        is not fitted from them, and after loading an estimator that was saved without them.
 
     See Also
     --------
