@@ -29,7 +29,7 @@ from ega.report import write_report
 from ega.search import knn
 from ega.vectors import read_embeddings, read_labels
 
-COMMANDS = ("embed", "fit", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
+COMMANDS = ("embed", "fit", "update", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
@@ -906,7 +906,13 @@ def test_the_message_after_ctrl_c_in_a_fit_is_true(data, call, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
     resumes = {"embed", "transform", "migrate"}
-    args = {"completion": ["bash"], "info": ["p"], "fit": ["x", "-o", "o"], "embed": ["x", "--encoder", "e"]}
+    args = {
+        "completion": ["bash"],
+        "info": ["p"],
+        "fit": ["x", "-o", "o"],
+        "update": ["a", "x", "-o", "o"],
+        "embed": ["x", "--encoder", "e"],
+    }
     args |= {"transform": ["a", "x", "-o", "z"], "migrate": ["a", "s"], "search": ["a", "s", "x"]}
     parsed = cli.parser().parse_args([command, *args.get(command, ["a", "x"])])
     assert hasattr(parsed, "interrupted") != (command in resumes)

@@ -107,6 +107,8 @@ def test_update_without_a_change_of_rows_returns_the_same_adapter(rows, strength
     before = ClassStatistics(x.shape[1]).update(x[first], y[first])
     same = update_adapter(config, adapter, before, before, strength=strength)
     assert np.allclose(transform(same, x), transform(adapter, x), rtol=0, atol=1e-5)
+    scale = same.as_matrix().norm() / adapter.as_matrix().norm()  # a root mean square norm beside a mean norm
+    assert abs(scale.item() - 1) < 0.1
 
 
 def test_the_share_of_new_rows_sets_the_epochs(rows):
@@ -156,6 +158,7 @@ def test_a_call_that_is_refused_leaves_the_estimator_as_it_was(rows):
     adapter = fit(frame[first], y[first])
     state = (adapter.fingerprint_, adapter.data_fingerprint_, adapter.statistics_.n, len(adapter.fit_row_hashes_))
     one, many = np.flatnonzero(first)[:1], np.flatnonzero(first & (y < 9))
+    repeated = np.setdiff1d(np.flatnonzero(first), [np.flatnonzero(first & (y == c))[0] for c in range(10)])
     calls = [
         (lambda: adapter.partial_fit(x[:, :5], y), "X has 5 features"),
         (lambda: adapter.partial_fit(frame[frame.columns[::-1]], y), "same order as they were in fit"),
@@ -166,6 +169,7 @@ def test_a_call_that_is_refused_leaves_the_estimator_as_it_was(rows):
         (lambda: adapter.forget(x[y == 11], y[y == 11]), "class 11 has no rows to remove"),
         (lambda: adapter.forget(x[~first], np.zeros((~first).sum(), int)), "distinct rows of X were not fitted on"),
         (lambda: adapter.forget(np.repeat(x[one], 99, 0), np.repeat(y[one], 99)), "99 rows of class"),
+        (lambda: adapter.forget(x[repeated], y[repeated]), "a class with at least two rows"),
         (lambda: adapter.forget(x[many], y[many]), "at least 2 classes must be left, got 1"),
     ]
     for call, words in calls:
