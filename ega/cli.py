@@ -1177,7 +1177,7 @@ def _add_data_commands(add):
     command.add_argument("path", help="a .parquet pack, or the folder written by `ega fit`")
     _add_json_and_quiet(command, quiet=False)
 
-
+# %% ../nbs/library/30_cli.ipynb #fcd59ecd
 def _add_store_commands(add):
     "Add the commands for stored vectors; `add` makes a subparser."
     command = add(

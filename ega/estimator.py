@@ -453,8 +453,8 @@ class _SaveLoadMixin:
             kept.save(_statistics_path(weights))
         with atomic_write(description) as temporary:
             temporary.write_text(json.dumps(_description(self, kept), indent=1))
-        if kept is None:
-            _statistics_path(weights).unlink(missing_ok=True)
+        if kept is None and _statistics_path(weights).exists():
+            _statistics_path(weights).unlink()  # of an earlier adapter
         return Path(path)
 
     @classmethod
