@@ -136,6 +136,13 @@ TASKS = {
         *("evaluation.evaluate", "search.knn", "search.ivf_sweep", "metrics.lp_at_k", "metrics.ar_at_k"),
         *("statistics.bootstrap", "report.write_report"),
     ),
+    "Queries and documents": tuple(
+        f"relevance.{name}"
+        for name in (
+            *("read_pairs", "read_beir", "embed_relevance", "RelevanceSet", "split_by_query", "split_by_document"),
+            "evaluate_ranking",
+        )
+    ),
     "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
 }
 

@@ -323,7 +323,7 @@ def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8
     See Also
     --------
     ega.packs.read_pack : read the file
-    ega.packs.pack_path : conventional path of a pack
+    ega.packs.path_of_pack : conventional path of a pack
 
     Notes
     -----

@@ -15,6 +15,7 @@ from ega.experiments.grids import GRIDS, read_results
 from ega.experiments.protocols import load_embedding_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
+from ega.packs import read_pack
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")
@@ -140,6 +141,19 @@ def test_paths_are_complete(paths):
         )
     for r in rows.drop_duplicates("packs").itertuples():
         assert_packs_of(r)
+
+
+def test_class_groups_name_the_classes_of_the_packs_in_order():
+    "Chapter 21 looks the group of a query up by the number of its class."
+    groups = pd.read_csv(root / "data/class_groups.csv", keep_default_na=False)
+    for name, encoder in (
+        ("cub100", "efficientnet_lite0"),
+        ("grocery", "efficientnet_lite0"),
+        ("clinc150", "all_minilm_l6_v2"),
+    ):
+        es = read_pack(root / f"data/packs/{name}__{encoder}.parquet")
+        assert tuple(groups[groups.set == name]["class"]) == tuple(es.classes)
+    assert groups[groups.set == "clinc150"].groupby("group").size().eq(15).all()
 
 
 def test_a_stored_path_is_reproduced():

@@ -27,6 +27,7 @@ from ega.experiments.runs import RunConfig, build_config, run_experiment
 from ega.experiments.summary import (
     add_mean_over_benchmarks,
     choose_settings,
+    format_path_changes,
     format_summary,
     path_changes,
     path_replicates,
@@ -715,6 +716,10 @@ def test_changes_of_a_path_and_their_mean_over_benchmarks(packs):
     rows = pd.concat([run_experiment(c, packs, device="cpu") for c in configs], ignore_index=True)
     replicates = path_replicates(rows, n_boot=50)
     table = path_changes(add_mean_over_benchmarks(replicates))
+    printed = format_path_changes(table, "cub100", {"wccn": "WCCN"}).loc["WCCN", "unseen, mixed"]
+    row = table.set_index(["benchmark", "query_set", "gallery_kind", "metric", "method"])
+    row = row.loc[("cub100", "unseen", "mixed", "lp_at_1", "wccn")]
+    assert printed == f"{row.change:+.1f} [{row.low:+.1f}, {row.high:+.1f}]"
     keys = ["benchmark", "query_set", "gallery_kind", "metric", "method"]
     table = table.set_index(keys)
     tiny, cifar, cub, mean = (table.loc[b] for b in ("tiny200", "tiny200>cifar10", "cub100", "mean"))

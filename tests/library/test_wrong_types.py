@@ -37,6 +37,18 @@ from ega.index import IndexStore
 from ega.losses import supcon
 from ega.methods import fit_adapter
 from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
+from ega.relevance import (
+    RelevanceSet,
+    embed_relevance,
+    evaluate_ranking,
+    read_beir,
+    read_pairs,
+    read_relevance_set,
+    read_text_pairs,
+    split_by_document,
+    split_by_query,
+    write_relevance_set,
+)
 from ega.report import write_report
 from ega.search import build_ivf, ivf_search, ivf_sweep, knn
 from ega.selection import select_adapter
@@ -104,6 +116,15 @@ def make_calls(folder):
     fitted = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
     fitted.save(out("fitted"))
     save_adapter(LinearAdapter(8), out("a.safetensors"))
+    (folder / "pairs.csv").write_text("query,document\na cab,cabs\nbach,bees\n")
+    (folder / "beir/qrels").mkdir(parents=True)
+    for name, text in (
+        ("corpus.jsonl", '{"_id": "d", "text": "a"}'),
+        ("queries.jsonl", '{"_id": "q", "text": "b"}'),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq\td\t1\n"),
+    ):
+        (folder / "beir" / name).write_text(text)
+    relevance = RelevanceSet(es, es, [(i, i + 1) for i in range(100)])
     statistics = ClassStatistics(8).update(x, y)
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
     index.save(out("index"))
@@ -123,6 +144,10 @@ def make_calls(folder):
     def embed_texts(**changes):
         arguments = dict(source=out("texts.csv"), encoder=LetterCounts(), out=out("t.parquet"), overwrite=True)
         return embed(**arguments | changes, progress=False)
+
+    def embed_pairs(**changes):
+        arguments = dict(texts=read_text_pairs(out("pairs.csv")), encoder=LetterCounts(), out=out("set"))
+        return embed_relevance(**arguments | changes, overwrite=True, progress=False)
 
     def transform_rows(**changes):
         target = folder / "z.npy"
@@ -352,6 +377,49 @@ def make_calls(folder):
             ),
             (store.activate, {"version": store.versions()[0]}, {"version": (*OBJECTS, matrix)}),
             (store.drop, None, {"version": (*OBJECTS, matrix)}),
+        ],
+        "relevance.read_pairs": [
+            (read_pairs, {"path": out("pairs.csv")}, {"path": (*PATHS, out("file"), out("p.parquet"), folder)})
+        ],
+        "relevance.read_beir": [
+            (read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder), "on_missing": TEXTS})
+        ],
+        "relevance.embed_relevance": [
+            (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
+            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": TEXTS[:-2] + (len,)}),
+        ],
+        "relevance.RelevanceSet": [
+            (
+                RelevanceSet,
+                dict(queries=es, documents=es, pairs=[(0, 1)]),
+                {"queries": OBJECTS, "documents": OBJECTS, "pairs": (*VALUES, [(0, -1)], [(0, 1, 0.5)], [(120, 0)])},
+            ),
+            (write_relevance_set, {"relevance": relevance, "folder": out("rs")}, {"relevance": OBJECTS}),
+            (write_relevance_set, {"relevance": relevance, "folder": out("rs2")}, {"folder": (*PATHS, out("file"))}),
+            (read_relevance_set, {"folder": out("rs")}, {"folder": (*PATHS, out("file"))}),
+        ],
+        "relevance.split_by_query": [
+            (
+                split_by_query,
+                dict(relevance=relevance, is_test=np.arange(120) < 30),
+                {"relevance": OBJECTS, "is_test": (*VALUES, y, np.zeros(120, bool)), "groups": LABELS[1:]},
+            ),
+        ],
+        "relevance.split_by_document": [
+            (
+                split_by_document,
+                dict(relevance=relevance, rng=np.random.default_rng(0)),
+                {"relevance": OBJECTS, "rng": OBJECTS, "test_fraction": NUMBERS, "groups": LABELS[1:]},
+            ),
+        ],
+        "relevance.evaluate_ranking": [
+            (
+                evaluate_ranking,
+                dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
+                {"I": (*VALUES, [[1.5, 2]], [[-2, 1], [1, 2]]), "pairs": VALUES, "k": (*NUMBERS, 3)}
+                | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len), "n_boot": NUMBERS}
+                | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
+            ),
         ],
         "monitor.Monitor": [
             (
