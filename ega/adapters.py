@@ -568,7 +568,7 @@ def merge_linear(
     *,
     mean: np.ndarray | None = None,  # (d,) of the closed form; None: zeros
     x: np.ndarray | None = None,  # (n, d) unit rows that set the scale: the mean norm of (x - mean) @ matrix becomes 1
-    norm: float | None = None,  # this norm becomes 1, where x is None
+    norm: float | None = None,  # instead of x: the mean norm itself
 ) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0; with a bias where the mean is not zero
     "Merge a closed form and the linear adapter trained on its output into one LinearAdapter."
     d, k = matrix.shape

@@ -7,6 +7,7 @@ __all__ = ['ADAPTER_HELP', 'MATRIX_COLUMN_HELP', 'parser', 'run_command', 'main'
 
 # %% ../nbs/library/30_cli.ipynb #a766db28
 import argparse
+import copy
 import errno
 import io
 import json
@@ -14,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import ega
@@ -128,6 +128,7 @@ def _check_fit(args):
     "Check the arguments of `ega fit`."
     from ega.arrays import InputError
     from ega.config import check_method
+    from ega.files import check_output
 
     if args.method != "auto":
         check_method(args.method, list_all=True)
@@ -137,20 +138,12 @@ def _check_fit(args):
         flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
         _refuse(flags, "with --max-unseen-loss none, which compares nothing")
     _check_data(args)
-    _check_adapter_out(args)
-    _check_device(args.device)
-
-
-def _check_adapter_out(args):
-    "Check that an adapter can be written to --out."
-    from ega.arrays import InputError
-    from ega.files import check_output
-
     if not Path(args.out).is_file():
         _check_folder_name(args.out)
     folder = check_output(args.out, overwrite=args.overwrite)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "adapter.safetensors").is_file():
         raise InputError(f"{folder}: this folder holds files and no adapter to replace; choose another name")
+    _check_device(args.device)
 
 
 def _check_description_file(path):
@@ -168,10 +161,16 @@ def _check_description_file(path):
 
 def _check_update(args):
     "Check the arguments of `ega update`."
+    from ega.arrays import InputError
+    from ega.files import check_output
+
     _check_adapter(args.adapter)
     _check_data(args)
     _check_description_file(args.adapter)
-    _check_adapter_out(args)
+    if Path(args.out).exists():
+        raise InputError(f"{args.out} exists already; name a new folder, so that the present adapter is kept")
+    _check_folder_name(args.out)
+    check_output(args.out)
     _check_device(args.device)
 
 
@@ -405,6 +404,8 @@ def _embed(args):
 # %% ../nbs/library/30_cli.ipynb #read
 def _read_inputs(args, fitted_classes=()):
     "Read embeddings and labels from the given files; labels in a CSV are texts if those of the adapter are."
+    from functools import partial
+
     from ega.arrays import InputError
     from ega.vectors import check_same_order, read_embeddings, read_labels
 
@@ -484,9 +485,12 @@ def _fit(args):
         verbose=_show_progress(args),
     ).fit(x, y, unlabelled=args.unlabelled)
     with defer_sigint():  # Ctrl-C leaves all files or none
-        adapter.save(args.out, statistics=args.keep_statistics)
+        adapter.save(args.out, statistics=args.keep_statistics and adapter.statistics_ is not None)
         args.interrupted = f"{args.out} was written"
     selection = adapter.selection_
+    if args.keep_statistics and adapter.statistics_ is None:
+        text = f"{selection.method} at strength {selection.strength:g} is not fitted from class statistics, so none "
+        print(_wrap(f"{text}were written: `ega update` cannot change {args.out}"), file=sys.stderr)
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
         result |= {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_}
@@ -532,46 +536,70 @@ def _format_candidates(table):
     return "\n".join(lines).rstrip()
 
 # %% ../nbs/library/30_cli.ipynb #fit-locked
-def _update(args):
-    "Add rows to an adapter or remove them, and save it."
-    from ega.arrays import defer_sigint
-    from ega.estimator import EmbeddingAdapter
-
-    adapter = EmbeddingAdapter.load(args.adapter)
-    x, y = _read_inputs(args, adapter.classes_)
-    _check_width(args.source, x, adapter)
-    before = len(adapter.classes_)
-    adapter.set_params(device=args.device)
-    (adapter.forget if args.forget else adapter.partial_fit)(x, y, unlabelled=args.unlabelled)
-    with defer_sigint():  # Ctrl-C leaves all files or none
-        adapter.save(args.out, statistics=True)
-        args.interrupted = f"{args.out} was written"
-    rows, classes = adapter.statistics_.n, len(adapter.classes_)
-    selection = adapter.selection_
-    if args.json:
-        result = {"rows": rows, "classes": classes, "classes_before": before, "out": args.out}
-        print(json.dumps(result | {"method": selection.method, "fingerprint": adapter.fingerprint_}))
-        return
-    text = f"{rows:,} rows of {classes:,} classes, before {before:,}; {selection.method} as it was selected."
-    if args.forget and selection.config is not None and selection.config.loss is not None:
-        text += " What the trained part learnt from the removed rows stays in it; `ega fit` on the others removes it."
-    if selection.n_classes and classes >= 2 * selection.n_classes:
-        text += " The classes have doubled since `ega fit`, which may now select another strength."
-    print(f"{_wrap(text)}\n{args.out}")
-
-
-def _locked(run, args):
-    "Run a command that saves to --out, while no other process can write there; without a result it is removed again."
+def _fit_locked(args):
+    "Select, fit and save, while no other process can write into the folder; without a result it is removed again."
     from ega.files import file_lock
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder):
         try:
-            run(args)
+            _fit(args)
         finally:
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+# %% ../nbs/library/30_cli.ipynb #0a1021cb
+def _describe_update(present, adapter, estimate):
+    "Say what changed from one adapter to the next, and what that changes for rows like the new ones."
+    rows, classes, selection = adapter.statistics_.n, len(adapter.classes_), adapter.selection_
+    before = f"the present adapter on {present.statistics_.n:,} rows of {len(present.classes_):,}"
+    lines = [f"Fitted on {rows:,} rows of {classes:,} classes, {before}."]
+    repeated = rows - present.statistics_.n - len(adapter.fit_row_hashes_) + len(present.fit_row_hashes_)
+    if repeated > 0:
+        lines[0] += f" {repeated:,} of the new rows are copies of others, which count twice."
+    if selection.frozen:
+        return [*lines, "`ega fit` selected the frozen embeddings, so vectors do not change; fit again on all rows."]
+    lines[0] += f" Method and strength are kept: {selection.method} at {selection.strength:g}."
+    if selection.n_classes and classes >= 2 * selection.n_classes:
+        lines[0] += " The classes have doubled since `ega fit`: fit again on all rows to select anew."
+    if estimate is None and selection.config.loss is not None:
+        lines.append("The trained part keeps what it learnt from the removed rows; `ega fit` on the others does not.")
+    if estimate and estimate.n_queries:
+        change = f"{estimate.change:+.1f} [{estimate.low:+.1f}, {estimate.high:+.1f}]"
+        lines.append(
+            "A quarter of the new rows was held out and searched among the others: LP@1 (share of queries whose "
+            f"nearest neighbour carries their label) is {estimate.present:.1f} with the present adapter, "
+            f"{estimate.updated:.1f} after an update on the others, change {change} points."
+        )
+    return [*lines, "Vectors that the present adapter made must be migrated before they are searched with this one."]
+
+
+def _update(args):
+    "Add rows to an adapter or remove them, and save it."
+    from ega.arrays import defer_sigint
+    from ega.estimator import EmbeddingAdapter, estimate_update
+
+    adapter = EmbeddingAdapter.load(args.adapter).set_params(device=args.device)
+    x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
+    present, estimate = copy.copy(adapter), None
+    if args.forget:
+        adapter.forget(x, y, unlabelled=args.unlabelled)
+    else:
+        estimate = estimate_update(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
+        adapter.partial_fit(x, y, unlabelled=args.unlabelled)
+    with defer_sigint():  # Ctrl-C leaves all files or none
+        adapter.save(args.out, statistics=True)
+        args.interrupted = f"{args.out} was written"
+    if not args.json:
+        print("\n".join(map(_wrap, _describe_update(present, adapter, estimate))) + f"\n{args.out}")
+        return
+    result = {"rows": adapter.statistics_.n, "rows_before": present.statistics_.n, "classes": len(adapter.classes_)}
+    result |= {"classes_before": len(present.classes_), "method": adapter.selection_.method, "out": args.out}
+    has_queries = estimate is not None and estimate.n_queries
+    result |= {"fingerprint": adapter.fingerprint_, "estimate": estimate._asdict() if has_queries else None}
+    print(json.dumps(result))
 
 # %% ../nbs/library/30_cli.ipynb #evaluate
 def _describe_classes(y, unlabelled, fitted):
@@ -969,7 +997,7 @@ def _transform_arguments(command):
     _add_json_and_quiet(command)
 
 # %% ../nbs/library/30_cli.ipynb #fit-arguments
-def _data_arguments(command, seed=True):
+def _data_arguments(command):
     "Embeddings and labels, for `ega fit`, `ega update`, `ega evaluate` and `ega report`."
     add = command.add_argument
     add(
@@ -1003,8 +1031,7 @@ def _data_arguments(command, seed=True):
         const=[],
         help="all texts are names of classes, also nan and -1",
     )
-    if seed:
-        add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
+    add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
 # %% ../nbs/library/30_cli.ipynb #fit-own-arguments
 def _selection_arguments(add):
@@ -1049,26 +1076,20 @@ def _fit_arguments(command):
         help="auto selects; or a name, such as wccn, lda or affine_nca (default: auto)",
     )
     _selection_arguments(add)
-    _adapter_out_arguments(command)
-    add("--keep-statistics", action="store_true", help="also write the class means and sums that `ega update` needs")
-    _add_json_and_quiet(command)
-
-
-def _adapter_out_arguments(command):
-    "Arguments of the commands that write an adapter."
-    add = command.add_argument
     add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
+    add("--keep-statistics", action="store_true", help="also write the class means and sums that `ega update` needs")
+    _add_json_and_quiet(command)
 
 
 def _update_arguments(command):
     "Arguments of `ega update`."
     command.add_argument("adapter", help="the folder written by `ega fit --keep-statistics`")
-    _data_arguments(command, seed=False)
+    _data_arguments(command)
     add = command.add_argument
     add("-o", "--out", required=True, help="folder of the new adapter; it must not exist")
     add("--forget", action="store_true", help="remove the rows, which were fitted on, instead of adding them")
-    _adapter_out_arguments(command)
+    add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     _add_json_and_quiet(command, quiet=False)
 
 # %% ../nbs/library/30_cli.ipynb #1f4384c4
@@ -1156,11 +1177,11 @@ def _add_data_commands(add):
     )
     _embed_inputs(command)
     _embed_options(command)
-    command = add("fit", partial(_locked, _fit), "select and fit an adapter, without any unseen class", _check_fit)
+    command = add("fit", _fit_locked, "select and fit an adapter, without any unseen class", _check_fit)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _fit_arguments(command)
     text = "add labelled rows or classes to an adapter, or remove some, without the earlier rows"
-    command = add("update", partial(_locked, _update), text, _check_update)
+    command = add("update", _update, text, _check_update)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _update_arguments(command)
     text = "measure label precision before and after an adapter, on seen and unseen classes"

@@ -280,6 +280,14 @@ def _keep_needed(config, x, y):
 FittedMethod = namedtuple("FittedMethod", "init_transform adapter history")  # None where the method has none
 
 
+def _check_config(config):
+    "Raise `InputError` for anything but a configuration with the four fields of MethodConfig."
+    if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
+        raise InputError(
+            f"config must be a MethodConfig, got {type(config).__name__}; see ega.config.build_method_config"
+        )
+
+
 @limit_threads()
 def fit_method(
     config: MethodConfig,  # or another configuration with its four fields
@@ -292,10 +300,7 @@ def fit_method(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
-    if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
-        raise InputError(
-            f"config must be a MethodConfig, got {type(config).__name__}; see ega.config.build_method_config"
-        )
+    _check_config(config)
     x = check_unit_norm(check_embeddings(x), "x")
     y = check_labels(y, len(x))
     init_transform = fit_closed_form_start(config.adapter, x, y, statistics)
@@ -523,6 +528,8 @@ def update_adapter(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> LinearAdapter:  # on the CPU, in eval mode
     "Fit the closed form of an adapter on other rows by their class statistics, and keep its trained part or train it."
+    _check_config(config)
+    check_number(strength, "strength", minimum=0, maximum=1)
     if not can_update(config, strength):
         raise InputError(
             "an adapter can be updated if its closed form is fitted from class statistics "
@@ -530,7 +537,9 @@ def update_adapter(
             "mixed with the frozen embeddings at strength 1 only; fit this one again on all rows"
         )
     fitted, W, norm = _closed_form_of(config.adapter, after)
-    T = np.eye(len(W))
+    d, T = len(W), np.eye(len(W))
+    if not isinstance(adapter, LinearAdapter) or adapter.d != d or getattr(before, "d", d) != d:
+        raise InputError(f"adapter and before must be a LinearAdapter and statistics of {d} columns, as after has")
     if config.loss is not None and strength > 0:
         _, W_before, norm_before = _closed_form_of(config.adapter, before)
         T = norm_before * np.linalg.solve(W_before, adapter.as_matrix().double().cpu().numpy().T).T

@@ -572,12 +572,23 @@ def write_estimator(folder):
     return ["a/adapter.safetensors", "a/adapter.json", "a/adapter.fit_rows.npy"]
 
 
+def write_updatable(folder):
+    write_estimator(folder)
+    _FITTED[0].save(folder / "a", statistics=True)
+    return ["a/adapter.statistics.npz", "x.npy", "y.csv"]
+
+
 def used(e):
     return digest(e.transform(rows())) + repr(e.selection_)[:20]
 
 
 READERS["estimator"] = Reader(write_estimator, lambda f: used(estimator.EmbeddingAdapter.load(f / "a")))
 READERS["ega evaluate"] = Reader(write_estimator, command("evaluate", "a", "x.npy", "y.csv", "--json"), step=4)
+READERS["estimator with statistics"] = Reader(
+    lambda f: write_updatable(f)[:1],
+    lambda f: used(estimator.EmbeddingAdapter.load(f / "a").forget(rows()[:9], [f"kind {c}" for c in labels()[:9]])),
+)
+READERS["ega update"] = Reader(write_updatable, command("update", "a", "x.npy", "y.csv", "-o", "b"), step=4)
 READERS["ega fit"] = Reader(
     lambda f: write_npy(f) and write_csv(f) and ["x.npy", "y.csv"],
     command("fit", "x.npy", "y.csv", "-o", "{folder}.out", "--overwrite", "--quiet", "--method", "wccn"),

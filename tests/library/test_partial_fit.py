@@ -10,12 +10,14 @@ from sklearn.exceptions import NotFittedError
 from test_selection import world
 
 from ega.adapters import LinearAdapter, transform
-from ega.arrays import InputError, normalize
+from ega.arrays import InputError, normalize, spawn_rngs
 from ega.cli import main
 from ega.closed_form import ClassStatistics
 from ega.config import build_method_config
-from ega.estimator import EmbeddingAdapter
+from ega.estimator import EmbeddingAdapter, estimate_update
+from ega.evaluation import label_hits
 from ega.methods import can_update, fit_adapter, update_adapter
+from ega.packs import row_split
 
 CLOSED = ["wccn", "discriminant_whitening"]
 ROUNDING = 2e-6  # of float32 rows of norm 1; the sums are of float64
@@ -250,13 +252,80 @@ def test_command_update_adds_and_removes(rows, tmp_path, monkeypatch, capsys):
     assert "--keep-statistics" in capsys.readouterr().err and not (tmp_path / "b").exists()
     assert main(["update", "a", "later.npy", "later_y.npy", "-o", "b"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{len(y)} rows of 12 classes, before 10; wccn as it was selected.\n")
+    start = f"Fitted on {len(y)} rows of 12 classes, the present adapter on {first.sum()} rows of 10. Method and"
+    assert " ".join(shown.split()).startswith(start) and max(map(len, shown.splitlines())) <= 80
+    assert "held out and searched among the others" in shown and "must be migrated" in shown
     assert np.allclose(EmbeddingAdapter.load("b").transform(x), fit(x, y).transform(x), rtol=0, atol=ROUNDING)
-    assert (
-        main(["update", "b", "later.npy", "later_y.npy", "-o", "b"]) == 2 and "--overwrite" in capsys.readouterr().err
-    )
-    assert main(["update", "b", "later.npy", "later_y.npy", "-o", "b", "--overwrite", "--forget", "--json"]) == 0
+    assert main(["update", "b", "later.npy", "later_y.npy", "-o", "c"]) == 0
+    assert f"{(~first).sum()} of the new rows are copies of others" in " ".join(capsys.readouterr().out.split())
+    assert main(["update", "a", "later.npy", "later_y.npy", "-o", "a"]) == 2
+    assert "a exists already; name a new folder" in capsys.readouterr().err
+    assert main(["update", "b", "later.npy", "later_y.npy", "-o", "d", "--forget", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["rows"], result["classes"], result["classes_before"]) == (first.sum(), 10, 12)
-    left = EmbeddingAdapter.load("b").transform(x)
+    assert result["estimate"] is None and result["rows_before"] == len(y)
+    left = EmbeddingAdapter.load("d").transform(x)
     assert np.allclose(left, EmbeddingAdapter.load("a").transform(x), rtol=0, atol=ROUNDING)
+
+
+def test_command_fit_writes_no_statistics_where_there_are_none(rows, tmp_path, monkeypatch, capsys):
+    "The fit is not lost."
+    x, y, _ = rows
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", x)
+    np.save("y.npy", y)
+    options = ["--method", "lda", "--max-unseen-loss", "none", "--keep-statistics", "--quiet"]
+    assert main(["fit", "x.npy", "y.npy", "-o", "a", *options]) == 0
+    assert "lda at strength 1 is not fitted from class statistics" in capsys.readouterr().err
+    assert EmbeddingAdapter.load("a").statistics_ is None
+
+
+def test_estimate_of_an_update_is_that_of_a_trial_on_the_kept_rows(rows):
+    x, y, first = rows
+    adapter = fit(x[first], y[first])
+    state = vars(adapter).copy()
+    names = pd.DataFrame(x[~first], columns=[f"c{i}" for i in range(x.shape[1])])
+    estimate = estimate_update(adapter, x[~first], y[~first])
+    assert vars(adapter) == state
+    kept, queries = row_split(y[~first], spawn_rngs(0).split, fractions=(0.75, 0.25))
+    later, labels = x[~first], y[~first]
+    queries = queries[np.isin(labels[queries], labels[kept])]
+    trial = fit(x[first], y[first]).partial_fit(later[kept], labels[kept])
+    present, updated = (
+        100 * label_hits(a.transform(later), labels, queries, kept).hit.mean() for a in (adapter, trial)
+    )
+    assert estimate.n_queries == len(queries) and estimate.low <= estimate.change <= estimate.high
+    assert np.allclose([estimate.present, estimate.updated], [present, updated], rtol=0, atol=1e-9)
+    assert abs(estimate.change - (updated - present)) < 1e-9
+    of_frame = estimate_update(fit(names, y[~first]), names, y[~first])
+    assert of_frame.n_queries == estimate.n_queries
+
+
+def test_estimate_of_an_update_without_queries_is_nan(rows):
+    x, y, first = rows
+    one_each = [np.flatnonzero(y == c)[0] for c in range(12)]
+    estimate = estimate_update(fit(x[first], y[first]), x[one_each], y[one_each])
+    assert estimate.n_queries == 0 and np.isnan(estimate.change)
+
+
+def test_an_adapter_of_another_version_is_named(rows, tmp_path):
+    x, y, _ = rows
+    fit(x, y).save(tmp_path / "a")
+    path = tmp_path / "a/adapter.json"
+    values = json.loads(path.read_text()) | {"ega": "0.1.0"}
+    del values["statistics_fingerprint"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match="ega '0.1.0' wrote it, and this is .*: fit and save it again"):
+        EmbeddingAdapter.load(tmp_path / "a")
+
+
+def test_an_index_of_the_earlier_adapter_is_refused(rows, tmp_path):
+    pytest.importorskip("faiss")
+    from ega.index import AdaptedIndex
+
+    x, y, first = rows
+    adapter = fit(x[first], y[first])
+    AdaptedIndex(adapter).add(x).save(tmp_path / "i")
+    adapter.partial_fit(x[~first], y[~first])
+    with pytest.raises(InputError, match="different adapters cannot be compared"):
+        AdaptedIndex.load(tmp_path / "i", adapter)

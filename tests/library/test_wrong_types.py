@@ -1,5 +1,6 @@
 "Arguments of a wrong type or out of range, for every main object of the library: the error is an InputError."
 
+import copy
 import re
 
 import api
@@ -33,9 +34,10 @@ from ega.closed_form import (
 )
 from ega.config import TrainConfig, build_method_config
 from ega.embed import embed
+from ega.estimator import estimate_update
 from ega.index import IndexStore
 from ega.losses import supcon
-from ega.methods import fit_adapter
+from ega.methods import fit_adapter, update_adapter
 from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
 from ega.relevance import (
     RelevanceSet,
@@ -126,6 +128,7 @@ def make_calls(folder):
         (folder / "beir" / name).write_text(text)
     relevance = RelevanceSet(es, es, [(i, i + 1) for i in range(100)])
     statistics = ClassStatistics(8).update(x, y)
+    adapter = fit_adapter(build_method_config("affine_nca", epochs=1), x, y, device="cpu")
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
     index.save(out("index"))
     monitor = Monitor.fit(x, matrix, k=3, horizon=10)
@@ -140,6 +143,9 @@ def make_calls(folder):
 
     def fit(**parameters):
         return EmbeddingAdapter(**parameters).fit(x[:60], y[:60])
+
+    def forget(X, y):
+        return copy.copy(fitted).forget(X, y)
 
     def embed_texts(**changes):
         arguments = dict(source=out("texts.csv"), encoder=LetterCounts(), out=out("t.parquet"), overwrite=True)
@@ -182,6 +188,13 @@ def make_calls(folder):
             (fit, {"candidates": ("wccn",)}, settings | {"cv": NUMBERS, "method": (None, 3, "wcn", [], object(), len)}),
             (EmbeddingAdapter("wccn", max_unseen_loss=None).fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
             (fitted.transform, {"X": x}, {"X": (*MATRICES, *TENSORS)}),
+            (copy.copy(fitted).partial_fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
+            (forget, {"X": x[:20], "y": y[:20]}, {"X": MATRICES, "y": LABELS}),
+            (
+                estimate_update,
+                {"estimator": fitted, "X": x, "y": y},
+                {"estimator": OBJECTS, "X": MATRICES, "y": LABELS, "random_state": NUMBERS},
+            ),
             (fitted.save, {"path": out("saved")}, {"path": (*PATHS, out("file"))}),
             (EmbeddingAdapter.load, {"path": out("fitted")}, {"path": PATHS}),
             (fitted.to_onnx, {"path": out("a.onnx")}, {"path": (*PATHS, out("a.npy"))}),
@@ -200,6 +213,11 @@ def make_calls(folder):
                 fit_adapter,
                 data | {"config": build_method_config("linear_supcon", epochs=1)},
                 {"on_epoch": OBJECTS[1:-1]},
+            ),
+            (
+                update_adapter,
+                dict(config=build_method_config("affine_nca"), adapter=adapter, before=statistics, after=statistics),
+                dict.fromkeys(("config", "adapter", "before", "after"), OBJECTS) | {"strength": NUMBERS},
             ),
             (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
         ],
