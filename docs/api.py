@@ -123,7 +123,9 @@ TASKS = {
         "arrays.normalize",
         "vectors.check_same_order",
     ),
-    "Select and fit an adapter": ("estimator.EmbeddingAdapter", "selection.select_adapter", "methods.fit_adapter"),
+    "Select and fit an adapter": (
+        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "selection.select_adapter", "methods.fit_adapter"),
+    ),
     "Adapters and closed forms": (
         *(f"adapters.{name}" for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")),
         *(

@@ -549,6 +549,16 @@ def _fit_locked(args):
             if not any(folder.iterdir()):
                 folder.rmdir()
 
+# %% ../nbs/library/30_cli.ipynb #5464c61d
+def _estimate(args):
+    "Print what an adapter may gain and whether more labels help."
+    from ega.gain import estimate_gain
+
+    x, y = _read_inputs(args)
+    settings = {name: getattr(args, name) for name in ("unlabelled", "max_unseen_loss", "unseen_share")}
+    estimate = estimate_gain(x, y, **settings, random_state=args.seed)
+    print(json.dumps(estimate.to_dict()) if args.json else estimate)
+
 # %% ../nbs/library/30_cli.ipynb #0a1021cb
 def _describe_update(present, adapter, estimate):
     "Say what changed from one adapter to the next, and what that changes for rows like the new ones."
@@ -998,7 +1008,7 @@ def _transform_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #fit-arguments
 def _data_arguments(command):
-    "Embeddings and labels, for `ega fit`, `ega update`, `ega evaluate` and `ega report`."
+    "Embeddings and labels, for `ega estimate`, `fit`, `update`, `evaluate` and `report`."
     add = command.add_argument
     add(
         "source",
@@ -1080,6 +1090,17 @@ def _fit_arguments(command):
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
     add("--keep-statistics", action="store_true", help="also write the class means and sums that `ega update` needs")
     _add_json_and_quiet(command)
+
+
+def _estimate_arguments(command):
+    "Arguments of `ega estimate`."
+    _data_arguments(command)
+    add = command.add_argument
+    text = "points of LP@1 that unseen classes may lose, for the safety check (default: 1)"
+    add("--max-unseen-loss", type=_POINTS, metavar="POINTS", default=1.0, help=text)
+    text = "share of the queries expected from unseen classes, the weight of their change in the gain (default: 0.5)"
+    add("--unseen-share", type=_SHARE, metavar="S", default=0.5, help=text)
+    _add_json_and_quiet(command, quiet=False)
 
 
 def _update_arguments(command):
@@ -1177,6 +1198,10 @@ def _add_data_commands(add):
     )
     _embed_inputs(command)
     _embed_options(command)
+    text = "estimate what an adapter may gain, and whether more labels help; nothing is written"
+    command = add("estimate", _estimate, text, _check_data)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _estimate_arguments(command)
     command = add("fit", _fit_locked, "select and fit an adapter, without any unseen class", _check_fit)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _fit_arguments(command)

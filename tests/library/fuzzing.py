@@ -589,6 +589,9 @@ READERS["estimator with statistics"] = Reader(
     lambda f: used(estimator.EmbeddingAdapter.load(f / "a").forget(rows()[:9], [f"kind {c}" for c in labels()[:9]])),
 )
 READERS["ega update"] = Reader(write_updatable, command("update", "a", "x.npy", "y.csv", "-o", "b"), step=4)
+READERS["ega estimate"] = Reader(
+    lambda f: write_npy(f) and write_csv(f) and ["x.npy", "y.csv"], command("estimate", "x.npy", "y.csv"), step=4
+)
 READERS["ega fit"] = Reader(
     lambda f: write_npy(f) and write_csv(f) and ["x.npy", "y.csv"],
     command("fit", "x.npy", "y.csv", "-o", "{folder}.out", "--overwrite", "--quiet", "--method", "wccn"),

@@ -29,7 +29,19 @@ from ega.report import write_report
 from ega.search import knn
 from ega.vectors import read_embeddings, read_labels
 
-COMMANDS = ("embed", "fit", "update", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
+COMMANDS = (
+    "embed",
+    "estimate",
+    "fit",
+    "update",
+    "evaluate",
+    "report",
+    "info",
+    "transform",
+    "migrate",
+    "search",
+    "completion",
+)
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 

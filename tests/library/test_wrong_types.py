@@ -15,6 +15,7 @@ from ega import (
     EmbeddingSet,
     InputError,
     Monitor,
+    estimate_gain,
     evaluate,
     normalize,
     read_pack,
@@ -198,6 +199,14 @@ def make_calls(folder):
             (fitted.save, {"path": out("saved")}, {"path": (*PATHS, out("file"))}),
             (EmbeddingAdapter.load, {"path": out("fitted")}, {"path": PATHS}),
             (fitted.to_onnx, {"path": out("a.onnx")}, {"path": (*PATHS, out("a.npy"))}),
+        ],
+        "gain.estimate_gain": [
+            (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS, "random_state": NUMBERS}),
+            (
+                estimate_gain,
+                {"X": x, "y": y},
+                {"max_unseen_loss": settings["max_unseen_loss"], "unseen_share": NUMBERS},
+            ),
         ],
         "selection.select_adapter": [
             (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),

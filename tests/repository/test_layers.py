@@ -18,7 +18,7 @@ LIBRARY = [
     {"embed", "methods", "theory"},
     {"evaluation", "index", "relevance"},
     {"selection", "lance", "monitor"},
-    {"estimator"},
+    {"estimator", "gain"},
     {"report"},
     {"cli"},
 ]
