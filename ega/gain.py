@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GainEstimate', 'estimate_gain']
 
-# %% ../nbs/library/32_gain.ipynb #71dc9044
+# %% ../nbs/library/32_gain.ipynb #9363309d
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
@@ -41,7 +41,7 @@ from ega.selection import (
 from .statistics import bootstrap, cluster_bootstrap_means
 from .threads import limit_threads
 
-# %% ../nbs/library/32_gain.ipynb #f3824c36
+# %% ../nbs/library/32_gain.ipynb #7a9b108f
 _FOLDS = 4  # parts of the classes, each held out once
 _MAX_QUERIES = 500  # of the seen and of the held-out classes of a fold
 _MAX_LEAVE_ONE_OUT = 2000  # queries
@@ -55,24 +55,29 @@ def _search(z, y, fold):
     return found.hit[:n_seen], found.hit[n_seen:], np.isin(found.neighbour[n_seen:], fold.fit)
 
 
+def _queries(folds):
+    "Row numbers of the seen and of the held-out queries of all folds."
+    return [np.concatenate([getattr(fold, part) for fold in folds]) for part in ("seen_queries", "unseen_queries")]
+
+
 def _frozen_table(x, y, folds, hits, rng):
     "LP@1 of the frozen embeddings in points, with 95 % intervals; hits: of `_search` on each fold."
     queries = rows_with_classmate(y, np.arange(len(y)))
     if len(queries) > _MAX_LEAVE_ONE_OUT:
         queries = np.sort(rng.choice(queries, _MAX_LEAVE_ONE_OUT, replace=False))
-    lines = [("all", "leave-one-out", queries, label_hits(x, y, queries, np.arange(len(y))).hit)]
-    for which, (group, field) in enumerate((("seen", "seen_queries"), ("held-out", "unseen_queries"))):
-        if folds:
-            rows = np.concatenate([getattr(fold, field) for fold in folds])
-            lines.append((group, "mixed", rows, np.concatenate([h[which] for h in hits])))
+    found = label_hits(x, y, queries, np.arange(len(y)))
+    lines = [("all", "leave-one-out", queries, found.hit)]
+    if folds:
+        seen, held_out, _ = map(np.concatenate, zip(*hits))
+        lines += zip(("seen", "held-out"), ("mixed", "mixed"), _queries(folds), (seen, held_out))
     table = []
     for group, gallery, rows, hit in lines:
         mean, low, high = bootstrap(100 * hit, y[rows], rng)
         line = {"classes": group, "gallery": gallery, "n_queries": len(rows)}
         table.append(line | {"lp_at_1": mean, "low": low, "high": high})
-    return pd.DataFrame(table)
+    return pd.DataFrame(table), float(100 * found.is_copy.mean())
 
-# %% ../nbs/library/32_gain.ipynb #8ee29a8f
+# %% ../nbs/library/32_gain.ipynb #83438eea
 _STRENGTHS = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -102,7 +107,7 @@ def _missing(y, folds):
             return "the classes have too few rows to hold some of them out: label more rows of each class"
     return ""
 
-# %% ../nbs/library/32_gain.ipynb #9f88fe77
+# %% ../nbs/library/32_gain.ipynb #ee74cd19
 _SMALLER = {  # shares of the rows of each class and of the classes
     "1/2 of the rows": (0.5, 1.0),
     "1/4 of the rows": (0.25, 1.0),
@@ -139,8 +144,7 @@ def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs)
             pair = [100 * (a - b) for a, b in zip(part[strength], full[strength])]
             found.setdefault(name, []).append(pair)
             sizes.setdefault(name, []).append([len(group) for group in rows_by_class(y[rows])])
-    classes = [y[np.concatenate([getattr(f, field) for f in folds])] for field in ("seen_queries", "unseen_queries")]
-    table = []
+    classes, table = [y[rows] for rows in _queries(folds)], []
     for name, pairs in found.items():
         if len(pairs) < len(folds):
             continue
@@ -157,7 +161,7 @@ def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs)
         table.append(line | {f"{k}{end}": v for k, n in numbers.items() for end, v in n.items()})
     return pd.DataFrame(table)
 
-# %% ../nbs/library/32_gain.ipynb #a9a74f29
+# %% ../nbs/library/32_gain.ipynb #b9d271ff
 @dataclass(frozen=True)
 class GainEstimate:
     "Result of `estimate_gain`; as a text it is the page that `ega estimate` prints. Numbers are in points of LP@1."
@@ -166,6 +170,7 @@ class GainEstimate:
     n_rows: int  # of them, rows that took part
     n_classes: int  # classes of these rows
     rows_per_class: float  # median
+    copies: float  # share of the rows whose nearest neighbour is an exact copy, in %
     frozen: pd.DataFrame  # LP@1 of the frozen embeddings: all rows by leave-one-out, seen and held-out classes
     capture_rate: float  # of the held-out classes in the frozen embeddings, in %; nan without candidates
     candidates: pd.DataFrame  # a row for each strength, as `ega.selection.score_candidates`; empty: too little data
@@ -188,7 +193,7 @@ class GainEstimate:
                 values[name] = None
         return values
 
-# %% ../nbs/library/32_gain.ipynb #1fe36e28
+# %% ../nbs/library/32_gain.ipynb #67c66969
 def _points(mean, low, high, sign="+"):
     "A number in points with its interval."
     mean, low, high = (round(number, 1) + 0.0 for number in (mean, low, high))  # + 0.0: no -0.0
@@ -204,8 +209,12 @@ def _columns(table, name):
 def _verdict(estimate):
     "Sentences about what can be gained."
     lp = estimate.frozen.lp_at_1[0]
+    if estimate.copies:
+        text = f"The nearest neighbour of {estimate.copies:.1f} % of the rows is an exact copy"
+        yield f"{text}, so these numbers say little about new rows: keep one of the copies."
     if lp > 99:
-        yield f"The frozen embeddings reach {lp:.1f}, so an adapter can gain {100 - lp:.1f} points at most: keep them."
+        advice = "" if estimate.passes else ": keep them"
+        yield f"The frozen embeddings reach {lp:.1f}, so an adapter can gain {100 - lp:.1f} points at most{advice}."
     if not len(estimate.candidates):
         yield f"What an adapter gains cannot be estimated: {estimate.reason}."
         return
@@ -231,7 +240,7 @@ def _advice(line, unit, n_small, n_full, name):
         return f"{text}. Twice as many {unit} are expected to bring less than a point."
     return f"{text}. These data do not tell whether more {unit} help."
 
-# %% ../nbs/library/32_gain.ipynb #b51b6140
+# %% ../nbs/library/32_gain.ipynb #ce7dec37
 def _data_sentences(estimate):
     "Sentences about more rows and more classes."
     parts = estimate.smaller.set_index("part") if len(estimate.smaller) else estimate.smaller
@@ -275,13 +284,14 @@ def _page(estimate):
         columns |= {"held-out classes": _columns(table, "unseen")}
         full = e.smaller.iloc[0]
         size = f"{full.rows_per_class:g} rows of each of {full.n_classes} classes"
-        title = fill(f"It was fitted on {size}; the others were searched. With less, LP@1 changes by:", 80)
+        text = f"The closed form was fitted on {size}; the others were searched."
+        title = fill(f"{text} With less, LP@1 changes by:", 80)
         blocks.append(f"{title}\n{pd.DataFrame(columns).to_string(index=False)}")
     if sentences := "\n".join(fill(sentence, 80) for sentence in _data_sentences(e)):
         blocks.append(sentences)
     return "\n\n".join(blocks)
 
-# %% ../nbs/library/32_gain.ipynb #c82d1abc
+# %% ../nbs/library/32_gain.ipynb #60388a53
 def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
     "The GainEstimate of unit rows x (n, d) with labels y (n,)."
     rngs = spawn_rngs(random_state)
@@ -292,15 +302,16 @@ def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
     reason = _missing(y, folds)
     folds = [] if reason else folds
     frozen = [_search(x, y, fold) for fold in folds]
+    table, copies = _frozen_table(x, y, folds, frozen, rngs.eval)
     counts = {"n_labelled": n_labelled, "n_rows": len(y), "n_classes": len(sizes)}
-    counts |= {"rows_per_class": float(np.median(sizes)), "frozen": _frozen_table(x, y, folds, frozen, rngs.eval)}
+    counts |= {"rows_per_class": float(np.median(sizes)), "copies": copies, "frozen": table}
     if reason:
         nothing = dict(capture_rate=np.nan, strength=np.nan, passes=False, reason=reason)
         return GainEstimate(**counts, candidates=pd.DataFrame(), smaller=pd.DataFrame(), **nothing)
     changes = [_fold_changes(x, y, fold, fold.fit, hits, _STRENGTHS) for fold, hits in zip(folds, frozen)]
     table = score_candidates(
         {("closed form", s): tuple(map(np.concatenate, zip(*(c[s] for c in changes)))) for s in _STRENGTHS},
-        [y[np.concatenate([getattr(fold, part) for fold in folds])] for part in ("seen_queries", "unseen_queries")],
+        [y[queries] for queries in _queries(folds)],
         max_unseen_loss=max_unseen_loss,
         unseen_share=unseen_share,
         confidence=0.95,
@@ -320,7 +331,7 @@ def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
         reason=best.reason,
     )
 
-# %% ../nbs/library/32_gain.ipynb #a9c41dbb
+# %% ../nbs/library/32_gain.ipynb #9a04e1ff
 def estimate_gain(
     X: Any,
     y: Any,

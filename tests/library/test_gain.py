@@ -94,6 +94,13 @@ def test_where_nothing_can_be_gained_the_page_says_so():
     assert estimate.frozen.lp_at_1[0] > 99 and "keep them" in str(estimate)
 
 
+def test_copies_are_reported():
+    x, y = scattered(12, 8)
+    estimate = estimate_gain(np.r_[x, x[:24]], np.r_[y, y[:24]])
+    assert abs(estimate.copies - 100 * 48 / 120) < 1e-9 and "40.0 % of the rows is an exact copy" in str(estimate)
+    assert estimate_gain(x, y).copies == 0 and "copy" not in str(estimate_gain(x, y))
+
+
 def test_more_rows_help_where_few_rows_do_not_determine_the_covariance():
     x, y = scattered(24, 48, d=128, scale=4.0, noise=1.5)
     estimate = estimate_gain(x, y)
