@@ -496,10 +496,8 @@ class _SaveLoadMixin:
         """
         weights, description = _file_pair(path)
         _check_saved_pair(path, weights, description)
-        values = _read_description(description)
-        is_fitted_on_pairs = values["classes"] is None
-        files = _weight_files(weights, is_fitted_on_pairs)
-        adapters = [load_adapter(file) for file in files]
+        files = _weight_files(weights, not weights.is_file())
+        adapters, values = [load_adapter(file) for file in files], _read_description(description)
         if values["fingerprint"] != _joint_fingerprint(adapters) or {a.d for a in adapters} != {
             values["n_features_in"]
         }:
@@ -507,7 +505,7 @@ class _SaveLoadMixin:
             raise InputError(f"{description}: describes other weights than those of {names}; save all files again")
         estimator = _set_fitted(_check_params(cls(**values["settings"])), adapters, values)
         estimator.fit_row_hashes_ = _load_fit_row_hashes(_fit_rows_path(weights), values["fit_rows_fingerprint"])
-        if is_fitted_on_pairs:
+        if values["classes"] is None:
             fingerprint = values["fit_documents_fingerprint"]
             estimator.fit_document_hashes_ = _load_fit_row_hashes(_fit_documents_path(weights), fingerprint)
         return estimator
@@ -807,7 +805,7 @@ def _fit_selected_pairs(selection, queries, documents, pairs, negatives, device,
     options: dict[str, Any] = dict(negatives=negatives, device=device, on_epoch=progress.epoch)
     return fit_pair_path(selection.config, queries, documents, pairs, **options).at(selection.strength)
 
-
+# %% ../nbs/library/24_estimator.ipynb #c2a40513
 def _fit_pairs(estimator, queries, documents, pairs, side, groups, negatives, progress):
     "Do the work of `EmbeddingAdapter.fit_pairs`, after the parameters were checked; returns the estimator."
     progress.start("checking queries, documents and pairs")

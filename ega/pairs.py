@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIDES', 'PAIR_CANDIDATES', 'MAX_DOCUMENTS', 'PairWhitening', 'whiten_pairs', 'PairConfig', 'pair_candidates',
            'pair_objective', 'find_negatives', 'PairPath', 'fit_pair_path', 'DocumentFold', 'leave_documents_out',
-           'compare_pairs_on_fold', 'select_pair_adapter']
+           'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
 
 # %% ../nbs/library/32_pairs.ipynb #7b0564cd
 import time
@@ -26,6 +26,7 @@ from ega.arrays import (
     as_unit_rows,
     check_generator,
     check_labels,
+    check_matrix,
     check_number,
     check_positive_int,
     normalize,
@@ -35,6 +36,7 @@ from ega.arrays import (
 )
 from .closed_form import shrunk_inverse_power
 from .config import TrainConfig
+from .evaluation import hash_rows
 from .methods import AdapterPath
 from .relevance import check_pairs, queries_with_relevant, ranking_metrics
 from .search import knn
@@ -50,6 +52,7 @@ from ega.selection import (
     pick_candidate,
     score_candidates,
 )
+from .statistics import bootstrap
 from .threads import limit_threads
 from .training import LossOutput, Objective, train
 
@@ -439,6 +442,11 @@ def leave_documents_out(
         others = np.setdiff1d(rows, held)
         is_known_query[rng.permutation(others)[: int(known_fraction * len(others))]] = True
         fold = _split_fold(pairs, relevant, held, groups, is_known_query)
+        if not len(fold.train_pairs) or not len(fold.new):
+            raise InputError(
+                "no training pair is left when a part of the queries is held out with its documents; give more and "
+                "smaller groups, or pairs whose documents differ"
+            )
         draw = (np.sort(rng.permutation(part)[:max_queries]) for part in fold[1:])
         folds.append(DocumentFold(fold.train_pairs, *draw))
     return folds
@@ -548,7 +556,20 @@ def _score_folds(comparisons, folds, clusters, candidates, settings, rng):
     table.insert(table.columns.get_loc("safety_check"), "capture_rate", [100 * c.mean() for c in captured])
     return table, has_known
 
+# %% ../nbs/library/32_pairs.ipynb #b5615045
+def _select_from(table, comparisons, candidates, has_known, n_clusters, settings):
+    "The Selection of the best candidate that passes."
+    best = pick_candidate(table)
+    reason, limit = best.reason, settings["max_unseen_loss"]
+    if best.method == "frozen":
+        reason = f"no candidate gains within max_unseen_loss={limit:g}"
+    if not has_known:
+        reason += "; too few held-out queries ask for known documents, so these were not measured"
+    numbers = (limit, settings["confidence"], n_clusters)
+    config, results = candidates.get(best.method), build_cv_results(table, comparisons)
+    return Selection(best.method, float(best.strength), reason, table, *numbers, config, results)
 
+# %% ../nbs/library/32_pairs.ipynb #db95d44b
 def select_pair_adapter(
     queries: np.ndarray,
     documents: np.ndarray,
@@ -632,50 +653,132 @@ def select_pair_adapter(
     check_settings(**settings, candidates=list(candidates), strengths=strengths, n_folds=n_folds, n_jobs=n_jobs)
     pairs, rngs = check_pairs(pairs, len(queries), len(documents)), spawn_rngs(random_state)
     groups = np.arange(len(documents)) if groups is None else check_labels(groups, len(documents), "groups")
-    clusters = _clusters(pairs, groups)
-    n_clusters, needed = len(np.unique(clusters[queries_with_relevant(pairs)])), max(MIN_CLASSES, 2 * n_folds)
+    n_clusters = len(np.unique(_clusters(pairs, groups)[queries_with_relevant(pairs)]))
+    needed = max(MIN_CLASSES, 2 * n_folds)
     if n_clusters < needed:
         reason = f"too few queries with documents of their own: {n_clusters}, and {needed} are needed"
         empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
         return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_clusters)
     kept = _compared_documents(pairs, len(documents), rngs.split)
-    x, queries = _keep_documents(documents, pairs, groups, negatives, kept), as_unit_rows(queries, "queries")
-    documents, pairs, groups, negatives = x
+    documents, pairs, groups, negatives = _keep_documents(documents, pairs, groups, negatives, kept)
     folds = leave_documents_out(pairs, groups, rngs.split, n_folds=n_folds)
-    if any(not len(fold.train_pairs) or not len(fold.new) for fold in folds):
-        raise InputError(
-            "no training pair is left when a part of the queries is held out with its documents; give more and smaller "
-            "groups, or pairs whose documents differ"
-        )
     progress = progress or FitProgress(show=False)
     progress.add_steps(n_folds * len(candidates))
-    compare = partial(compare_pairs_on_fold, queries, documents, pairs)
-    options: dict[str, Any] = dict(strengths=strengths, negatives=negatives, device=device)
+    compare = partial(
+        compare_pairs_on_fold,
+        as_unit_rows(queries, "queries"),
+        documents,
+        pairs,
+        candidates=candidates,
+        strengths=strengths,
+        negatives=negatives,
+        device=device,
+    )
     with limit_threads():
-        comparisons = compare_on_folds(
-            partial(compare, candidates=candidates, **options),
-            folds,
-            list(candidates),
-            n_jobs=n_jobs,
-            progress=progress,
-        )
+        comparisons = compare_on_folds(compare, folds, list(candidates), n_jobs=n_jobs, progress=progress)
     progress.start("bootstrap over documents")
     table, has_known = _score_folds(comparisons, folds, _clusters(pairs, groups), candidates, settings, rngs.eval)
-    best = pick_candidate(table)
-    reason = best.reason
-    if best.method == "frozen":
-        reason = f"no candidate gains within max_unseen_loss={max_unseen_loss:g}"
-    if not has_known:
-        reason += "; too few held-out queries ask for known documents, so these were not measured"
-    results = build_cv_results(table, comparisons)
-    return Selection(
-        best.method,
-        float(best.strength),
-        reason,
-        table,
-        max_unseen_loss,
-        confidence,
-        n_clusters,
-        candidates.get(best.method),
-        results,
-    )
+    return _select_from(table, comparisons, candidates, has_known, n_clusters, settings)
+
+# %% ../nbs/library/32_pairs.ipynb #25b4187a
+def _groups_of_queries(estimator, queries, documents, pairs):
+    "Group name -> ascending query rows; queries that were fitted on are apart."
+    rows, relevant = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0]
+    is_fitted = np.isin(hash_rows(as_unit_rows(queries[rows], "queries")), estimator.fit_row_hashes_)
+    named = np.zeros(len(documents), bool)
+    distinct = np.unique(relevant[:, 1])
+    named[distinct] = np.isin(hash_rows(as_unit_rows(documents[distinct], "documents")), estimator.fit_document_hashes_)
+    is_known = np.isin(rows, relevant[named[relevant[:, 1]], 0])
+    groups = {
+        "all": rows[~is_fitted],
+        "known documents": rows[~is_fitted & is_known],
+        "new documents": rows[~is_fitted & ~is_known],
+        "fitted queries": rows[is_fitted],
+    }
+    return {name: rows for name, rows in groups.items() if len(rows)}
+
+
+def evaluate_pairs(
+    estimator: Any,
+    queries: np.ndarray,
+    documents: np.ndarray,
+    pairs: np.ndarray,
+    *,
+    k: int = 10,
+    confidence: float = 0.95,
+    random_state: int = 0,
+) -> pd.DataFrame:
+    """Compare adapted with frozen embeddings by ranking measures, with queries for new documents apart.
+
+    Parameters
+    ----------
+    estimator : EmbeddingAdapter
+        Fitted with `fit_pairs`.
+    queries, documents : array-like of shape (n_queries, d), array-like of shape (n_documents, d)
+        Frozen embeddings; all documents are searched.
+    pairs : array-like of int of shape (m, 2) or (m, 3)
+        Query row, document row and grade (1 where there is no third column).
+    k : int, default=10
+        Documents that count.
+    confidence : float, default=0.95
+        Two-sided confidence of the intervals, in (0, 1).
+    random_state : int, default=0
+        Seed of the bootstrap, which draws documents and then the queries for them.
+
+    Returns
+    -------
+    DataFrame
+        A row for each group of queries and measure (nDCG, MRR, recall, MAP and hit at k), with the columns `group`,
+        `measure`, `n_queries`, `frozen`, `adapted`, `change`, `low` and `high`, in points. The groups are ``all``
+        (queries that were not fitted on), ``known documents`` (a relevant document was in the fitted pairs),
+        ``new documents`` (none was) and ``fitted queries``.
+
+    Raises
+    ------
+    InputError
+        If the estimator was not fitted with `fit_pairs`, or the arrays are not as described.
+
+    See Also
+    --------
+    ega.evaluate : The same for class labels.
+    ega.relevance.evaluate_ranking : Ranking measures of one search.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from ega import EmbeddingAdapter
+    >>> from ega.pairs import evaluate_pairs
+    >>> documents = np.eye(8)
+    >>> pairs = np.column_stack([np.arange(8), np.arange(8)])
+    >>> adapter = EmbeddingAdapter().fit_pairs(documents, documents, pairs[:6])
+    >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
+    ['all', 'new documents', 'fitted queries']
+    """
+    if not hasattr(estimator, "query_adapter_"):
+        raise InputError("estimator must be an EmbeddingAdapter fitted with fit_pairs; after fit use ega.evaluate")
+    check_number(confidence, "confidence", above=0, below=1)
+    check_positive_int(random_state, "random_state", minimum=0)
+    xq, xd = check_matrix(queries, estimator.n_features_in_), check_matrix(documents, estimator.n_features_in_)
+    pairs = check_pairs(pairs, len(xq), len(xd))
+    k = check_positive_int(k, "k", maximum=len(xd))
+    groups = _groups_of_queries(estimator, xq, xd, pairs)
+    rows = np.sort(np.concatenate([groups.get("all", []), groups.get("fitted queries", [])])).astype(np.int64)
+    if not len(rows):
+        raise InputError("pairs must hold a pair with a grade of 1 or more, got none; check the grades")
+    searched = [
+        (as_unit_rows(xq[rows], "queries"), as_unit_rows(xd, "documents")),
+        (estimator.transform_queries(xq[rows]), estimator.transform_documents(xd)),
+    ]
+    frozen, adapted = (ranking_metrics(knn(zq, zd, k).I, pairs, queries=rows, k=k) for zq, zd in searched)
+    clusters, lines = _clusters(pairs, np.arange(len(xd))), []
+    for name, members in groups.items():
+        at = np.searchsorted(rows, members)
+        for measure in frozen:
+            before, after = 100 * frozen[measure][at], 100 * adapted[measure][at]
+            rng = np.random.default_rng(random_state)  # the same draws for all measures
+            change = bootstrap(after - before, clusters[members], rng, confidence=confidence)
+            line = {"group": name, "measure": measure, "n_queries": len(members), "frozen": before.mean()}
+            lines.append(
+                line | {"adapted": after.mean(), "change": change.mean, "low": change.low, "high": change.high}
+            )
+    return pd.DataFrame(lines)
