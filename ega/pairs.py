@@ -99,10 +99,8 @@ def whiten_pairs(
     query_mean, document_mean = weight @ q, weight @ d
     difference = (q - query_mean) - (d - document_mean)
     S = (difference * weight[:, None]).T @ difference
-    if np.trace(S) <= 1e-12:  # the squared rounding of float32 rows of norm 1
-        raise InputError(
-            "every query differs from its documents by the same vector, so there is nothing to whiten; give more pairs"
-        )
+    if np.trace(S) <= 1e-12:  # the squared rounding of float32 rows of norm 1: there is nothing to whiten
+        S = np.eye(len(S))
     A = shrunk_inverse_power(S, shrinkage)
     A *= np.sqrt(len(A) / np.square(A).sum())
     return PairWhitening(*(a.astype(np.float32) for a in (A, query_mean, document_mean)))
