@@ -363,9 +363,7 @@ def check_fitted(
             advice = f"; of a saved one use EmbeddingAdapter.load({str(estimator)!r})"
         raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}{advice}")
     if hasattr(estimator, "query_adapter_"):
-        raise InputError(
-            "estimator was fitted with fit_pairs and has no classes; use ega.pairs.evaluate_pairs"
-        )
+        raise InputError("estimator was fitted with fit_pairs and has no classes; use ega.pairs.evaluate_pairs")
     check_is_fitted(estimator, "adapter_")
 
 
