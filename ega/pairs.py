@@ -146,13 +146,13 @@ def _check_side(side, others=()):
         raise InputError(f"side must be one of {', '.join(allowed)}, got {short_repr(side)}")
 
 
-PAIR_CANDIDATES = {
+PAIR_CANDIDATES = {  # name: the side, and the shrinkage of its whitening
     "query": PairConfig("query", train=_TRAIN),
     "document": PairConfig("document", train=_TRAIN),
-    "both shrinkage=0.5": PairConfig("both", 0.5),
-    "both shrinkage=0.8": PairConfig("both", 0.8),
-    "two shrinkage=0.5": PairConfig("two", 0.5, train=_TRAIN),
-    "two shrinkage=0.8": PairConfig("two", 0.8, train=_TRAIN),
+    "both 0.5": PairConfig("both", 0.5),
+    "both 0.8": PairConfig("both", 0.8),
+    "two 0.5": PairConfig("two", 0.5, train=_TRAIN),
+    "two 0.8": PairConfig("two", 0.8, train=_TRAIN),
 }
 
 
@@ -601,7 +601,8 @@ def select_pair_adapter(
     pairs : ndarray of shape (m, 2) or (m, 3), int
         Query row, document row and grade (1 where there is no third column).
     candidates : dict of str to PairConfig, optional
-        Configurations by name. The default is ``pair_candidates("auto")``.
+        Configurations by name. The default is ``pair_candidates("auto")``, whose names are the side and the shrinkage
+        of the whitening, such as "two 0.5".
     groups : ndarray of shape (n_documents,), int, optional
         Group of each document, such as its source or its cluster; documents of one group are held out together.
     negatives : ndarray of shape (n_queries, n), int, optional
