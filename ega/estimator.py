@@ -51,7 +51,7 @@ from .config import MethodConfig, config_to_dict, parse_config
 from .evaluation import hash_rows
 from .files import READ_ERRORS, atomic_write, check_output, check_path, hash_arrays, open_npy, read_json, short_error
 from .methods import STATISTICS_TRANSFORMS, fit_adapter, needed_rows
-from .pairs import PairConfig, find_negatives, fit_pair_path, pair_candidates, select_pair_adapter
+from .pairs import PairConfig, check_negatives, fit_pair_path, pair_candidates, select_pair_adapter
 from .relevance import check_pairs, queries_with_relevant
 from ega.selection import (
     CANDIDATES,
@@ -136,7 +136,7 @@ def to_dict(
     return {
         "ega": ega.__version__,
         "settings": params,
-        "classes": None if estimator._is_fitted_on_pairs else estimator.classes_.tolist(),
+        "classes": None if _is_fitted_on_pairs(estimator) else estimator.classes_.tolist(),
         "n_features_in": estimator.n_features_in_,
         "feature_names_in": None if names is None else names.tolist(),
         "integer_columns": estimator._integer_columns,
@@ -145,7 +145,7 @@ def to_dict(
         "data_fingerprint": estimator.data_fingerprint_,
         "fit_rows_fingerprint": hash_arrays(estimator.fit_row_hashes_),
         "fit_documents_fingerprint": hash_arrays(estimator.fit_document_hashes_)
-        if estimator._is_fitted_on_pairs
+        if _is_fitted_on_pairs(estimator)
         else None,
     }
 
@@ -318,6 +318,18 @@ def _set_fitted(estimator, adapters, values):
     return estimator
 
 
+def _is_fitted_on_pairs(estimator):
+    "Whether the last fit of an estimator was `fit_pairs`."
+    return hasattr(estimator, "query_adapter_")
+
+
+def _fitted_adapters(estimator):
+    "The fitted adapter in a list; with pairs, those of the queries and of the documents."
+    if _is_fitted_on_pairs(estimator):
+        return [estimator.query_adapter_, estimator.document_adapter_]
+    return [estimator.adapter_]
+
+
 def _without_fit(estimator):
     "A copy of an estimator without what an earlier fit set."
     fresh = copy.copy(estimator)
@@ -418,15 +430,6 @@ class _SaveLoadMixin:
     fit_row_hashes_: np.ndarray
     fit_document_hashes_: np.ndarray
 
-    @property
-    def _is_fitted_on_pairs(self) -> bool:
-        return hasattr(self, "query_adapter_")
-
-    @property
-    def _adapters(self) -> "list[torch.nn.Module]":
-        "The fitted adapter; with pairs, those of the queries and of the documents."
-        return [self.query_adapter_, self.document_adapter_] if self._is_fitted_on_pairs else [self.adapter_]
-
     def save(self, path: "str | Path") -> Path:
         """Write the weights as safetensors, hashes of the fitted rows as .npy and everything else as JSON.
 
@@ -453,7 +456,7 @@ class _SaveLoadMixin:
             changed after `fit`.
         """
         check_is_fitted(self)
-        if _joint_fingerprint(self._adapters) != self.fingerprint_:
+        if _joint_fingerprint(_fitted_adapters(self)) != self.fingerprint_:
             raise InputError(
                 "the weights of the adapter were changed after fit, and no longer belong to the description; fit "
                 "again, or write the adapter alone with ega.adapters.save_adapter"
@@ -461,14 +464,14 @@ class _SaveLoadMixin:
         weights, description = _file_pair(path)
         _check_save_path(path, description)
         check_output(weights, endings=(".safetensors",), overwrite=True)
-        for file in _weight_files(weights, not self._is_fitted_on_pairs):
+        for file in _weight_files(weights, not _is_fitted_on_pairs(self)):
             file.unlink(missing_ok=True)  # of an earlier save, which would stand beside a description of others
-        if not self._is_fitted_on_pairs:
+        if not _is_fitted_on_pairs(self):
             _fit_documents_path(weights).unlink(missing_ok=True)
-        for adapter, file in zip(self._adapters, _weight_files(weights, self._is_fitted_on_pairs)):
+        for adapter, file in zip(_fitted_adapters(self), _weight_files(weights, _is_fitted_on_pairs(self))):
             save_adapter(adapter, file)
         _save_fit_row_hashes(self.fit_row_hashes_, _fit_rows_path(weights))
-        if self._is_fitted_on_pairs:
+        if _is_fitted_on_pairs(self):
             _save_fit_row_hashes(self.fit_document_hashes_, _fit_documents_path(weights))
         with atomic_write(description) as temporary:
             temporary.write_text(json.dumps(_description(self), indent=1))
@@ -707,10 +710,10 @@ def _fit_selected(selection, a, y, device, progress):
     )
 
 
-def _hash_rows_and_labels(a, labels):
+def _hash_rows_and_labels(a, labels, name="X"):
     "SHA-256 of the unit rows and labels as `hash_arrays` gives it; the hashes of the labelled rows, ascending."
     digest, hashes = hashlib.sha256(f"{np.dtype(np.float32).str}{tuple(a.shape)}".encode()), []
-    for first, x in iter_unit_rows(a):
+    for first, x in iter_unit_rows(a, name=name):
         digest.update(x.data)
         known = labels[first : first + len(x)] >= 0
         if known.any():
@@ -810,24 +813,24 @@ def _fit_pairs(estimator, queries, documents, pairs, side, groups, negatives, pr
     "Do the work of `EmbeddingAdapter.fit_pairs`, after the parameters were checked; returns the estimator."
     progress.start("checking queries, documents and pairs")
     progress.add_steps(1)  # the fit on all pairs
-    xq = check_matrix(queries)
+    xq = check_matrix(queries, name="queries")
     check_feature_names(estimator, queries, reset=True)
     check_feature_names(estimator, documents, reset=False)
-    xd = check_matrix(documents, xq.shape[1])
+    xd = check_matrix(documents, xq.shape[1], name="documents")
     pairs = check_pairs(pairs, len(xq), len(xd))
     if not len(queries_with_relevant(pairs)):
         raise InputError("pairs must hold a pair with a grade of 1 or more, got none; check the grades")
     found, digests = [], [hash_arrays(pairs)]
-    for x, rows in ((xq, pairs[:, 0]), (xd, pairs[:, 1])):
+    for name, x, rows in (("queries", xq, pairs[:, 0]), ("documents", xd, pairs[:, 1])):
         in_pairs = np.full(len(x), -1)
         in_pairs[rows] = 0
-        digest, hashes = _hash_rows_and_labels(x, in_pairs)  # checks every row
+        digest, hashes = _hash_rows_and_labels(x, in_pairs, name)  # checks every row
         found.append(hashes)
         digests.append(digest)
     estimator.fit_row_hashes_, estimator.fit_document_hashes_ = found
     estimator.data_fingerprint_ = hashlib.sha256("".join(digests).encode()).hexdigest()
     estimator.n_features_in_ = estimator._n_features_out = xq.shape[1]
-    negatives = find_negatives(negatives, xq, xd, pairs)
+    negatives = check_negatives(negatives, len(xq), len(xd))
     selection = _select_pairs(estimator, xq, xd, pairs, side, groups, negatives, progress)
     adapters = _fit_selected_pairs(selection, xq, xd, pairs, negatives, estimator.device, progress)
     estimator.selection_, estimator.cv_results_, estimator.frozen_ = selection, selection.cv_results, selection.frozen
@@ -843,7 +846,6 @@ class _PairsMixin:
     adapter_: torch.nn.Module
     query_adapter_: torch.nn.Module
     document_adapter_: torch.nn.Module
-    _is_fitted_on_pairs: bool
 
     def fit_pairs(
         self,
@@ -927,12 +929,12 @@ class _PairsMixin:
     def transform_queries(self, X: Any) -> Any:
         "Adapt embeddings of queries, as `transform` does; after `fit` the same as `transform`."
         check_is_fitted(self)
-        return _transform_with(self, self.query_adapter_ if self._is_fitted_on_pairs else self.adapter_, X)
+        return _transform_with(self, self.query_adapter_ if _is_fitted_on_pairs(self) else self.adapter_, X)
 
     def transform_documents(self, X: Any) -> Any:
         "Adapt embeddings of documents, as `transform` does; after `fit` the same as `transform`."
         check_is_fitted(self)
-        return _transform_with(self, self.document_adapter_ if self._is_fitted_on_pairs else self.adapter_, X)
+        return _transform_with(self, self.document_adapter_ if _is_fitted_on_pairs(self) else self.adapter_, X)
 
 # %% ../nbs/library/24_estimator.ipynb #ega
 class EmbeddingAdapter(
@@ -1122,7 +1124,7 @@ class EmbeddingAdapter(
             If X has other columns than in `fit`, or a row that is not finite or of norm 0.
         """
         check_is_fitted(self)
-        if self._is_fitted_on_pairs:
+        if _is_fitted_on_pairs(self):
             raise InputError(
                 "this adapter was fitted on pairs, which adapts queries and documents differently; use "
                 "transform_queries or transform_documents"

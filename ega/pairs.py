@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'PAIR_CANDIDATES', 'MAX_DOCUMENTS', 'PairWhitening', 'whiten_pairs', 'PairConfig', 'pair_candidates',
-           'pair_objective', 'find_negatives', 'PairPath', 'fit_pair_path', 'DocumentFold', 'leave_documents_out',
-           'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
+           'pair_objective', 'check_negatives', 'find_negatives', 'PairPath', 'fit_pair_path', 'DocumentFold',
+           'leave_documents_out', 'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
 
 # %% ../nbs/library/32_pairs.ipynb #7b0564cd
 import time
@@ -47,6 +47,7 @@ from ega.selection import (
     FoldComparison,
     Selection,
     build_cv_results,
+    check_progress,
     check_settings,
     compare_on_folds,
     pick_candidate,
@@ -81,6 +82,18 @@ class PairWhitening(NamedTuple):
     document_mean: np.ndarray  # (d,) float32, subtracted from documents
 
 
+def _check_sides(queries, documents):
+    "Both as matrices of numbers with the same columns, whose rows are not checked yet."
+    queries = check_matrix(queries, name="queries")
+    documents = check_matrix(documents, name="documents")
+    if queries.shape[1] != documents.shape[1]:
+        raise InputError(
+            f"queries and documents must have the same columns, got {queries.shape[1]} and {documents.shape[1]}; "
+            "embed both with one encoder"
+        )
+    return queries, documents
+
+
 def whiten_pairs(
     queries: np.ndarray,  # (nq, d) unit rows
     documents: np.ndarray,  # (nd, d) unit rows
@@ -90,6 +103,7 @@ def whiten_pairs(
 ) -> PairWhitening:
     "Fit the whitening of the differences between queries and their documents."
     check_number(shrinkage, "shrinkage", above=0, maximum=1)
+    queries, documents = _check_sides(queries, documents)
     pairs = check_pairs(pairs, len(queries), len(documents))
     query, document, weight = _weighted_pairs(pairs)
     if not len(query):
@@ -293,24 +307,35 @@ def pair_objective(
     return Objective(step)
 
 # %% ../nbs/library/32_pairs.ipynb #3bb4b94c
-def find_negatives(
+def check_negatives(
     negatives: Any,  # None, a number of nearest documents, or (m, 2) query rows and document rows
+    n_queries: int,
+    n_documents: int,
+) -> "int | np.ndarray | None":  # None, the number, or (m, 2) int64 without repetitions
+    "Check what queries are compared with in training."
+    if negatives is None:
+        return None
+    if isinstance(negatives, (int, float, np.number)):
+        return check_positive_int(negatives, "negatives")
+    return np.unique(check_pairs(negatives, n_queries, n_documents)[:, :2], axis=0)
+
+
+def find_negatives(
+    negatives: "int | np.ndarray",  # a number of nearest documents, or (m, 2) query rows and document rows
     queries: np.ndarray,  # (nq, d)
     documents: np.ndarray,  # (nd, d)
     pairs: np.ndarray,  # (p, 3) checked
-) -> np.ndarray | None:  # (nq, n) document rows that each query is compared with, -1 for padding; None: all
-    "Find or check the documents that each query is compared with."
-    if negatives is None:
-        return None
+) -> np.ndarray:  # (nq, n) document rows that each query is compared with, -1 for padding
+    "List the documents that each query of the pairs is compared with."
     rows, relevant = queries_with_relevant(pairs), _weighted_pairs(pairs)
-    if isinstance(negatives, (int, np.integer)) and not isinstance(negatives, bool):
-        n = min(check_positive_int(negatives, "negatives"), len(documents) - 1)
+    if isinstance(negatives, int):
+        n = min(negatives, len(documents) - 1)
         most = np.bincount(relevant.query).max()  # documents of one query that are left out again
         k = min(n + most, len(documents))
         lists = knn(as_unit_rows(queries[rows]), as_unit_rows(documents), k).I
         given = np.column_stack([np.repeat(rows, k), lists.ravel()])
     else:
-        given = check_pairs(negatives, len(queries), len(documents))[:, :2]
+        given = negatives
         n = np.bincount(given[:, 0]).max()
         if lacking := len(np.setdiff1d(rows, given[:, 0])):
             raise InputError(
@@ -346,7 +371,8 @@ def _identity_path(d):
 
 def _train_side(config, queries, documents, pairs, negatives, whitening, device, on_epoch):
     "Train a matrix for the queries, or for the documents where the side says so; returns it."
-    index = _PairIndex(_weighted_pairs(pairs), device, negatives)
+    lists = None if negatives is None else find_negatives(negatives, queries, documents, pairs)
+    index = _PairIndex(_weighted_pairs(pairs), device, lists)
     if len(index.queries) < 2:
         raise InputError(f"training needs two queries with a relevant document, got {len(index.queries)}; add pairs")
     corpus = _Corpus(documents, device, whitening)
@@ -375,17 +401,21 @@ def fit_pair_path(
     documents: np.ndarray,  # (nd, d) embeddings; a memory map is read in blocks
     pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade
     *,
-    negatives: np.ndarray | None = None,  # (nq, n) as of `find_negatives`; None: all documents
+    negatives: Any = None,  # a number of nearest documents, or (m, 2) query rows and document rows; None: all documents
     device: torch.device | str | None = None,  # None: CUDA when there is one
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> PairPath:
     "Fit a configuration on pairs and return the adapters of both sides at all strengths."
+    if not isinstance(config, PairConfig):
+        raise InputError(f"config must be a PairConfig, got {short_repr(config)}; see ega.pairs.PAIR_CANDIDATES")
+    queries, documents = _check_sides(queries, documents)
     pairs, device = check_pairs(pairs, len(queries), len(documents)), pick_device(device)
+    negatives = check_negatives(negatives, len(queries), len(documents))
     d = queries.shape[1]
     whitening = (
         None if config.shrinkage is None else whiten_pairs(queries, documents, pairs, shrinkage=config.shrinkage)
     )
-    adapter = None
+    adapter: Any = None
     if config.train is not None:
         adapter = _train_side(config, queries, documents, pairs, negatives, whitening, device, on_epoch)
     if whitening is None:
@@ -469,7 +499,7 @@ def compare_pairs_on_fold(
     candidates: dict[str, PairConfig],
     *,
     strengths: Sequence[float] = STRENGTHS,
-    negatives: np.ndarray | None = None,  # (nq, n) as of `find_negatives`
+    negatives: Any = None,  # as in `fit_pair_path`
     device: torch.device | str | None = None,
     progress: FitProgress | None = None,
     label: str = "",  # shown behind the name of the candidate
@@ -506,9 +536,9 @@ def compare_pairs_on_fold(
 MAX_DOCUMENTS = 20_000  # documents that no pair names, in the comparison
 
 
-def _compared_documents(pairs, n_documents, rng):
-    "Ascending rows of all documents in pairs and of at most `MAX_DOCUMENTS` others."
-    named = np.unique(pairs[:, 1])
+def _compared_documents(pairs, negatives, n_documents, rng):
+    "Ascending rows of all documents in pairs or negatives and of at most `MAX_DOCUMENTS` others."
+    named = np.unique(np.r_[pairs[:, 1], negatives[:, 1]] if isinstance(negatives, np.ndarray) else pairs[:, 1])
     others = np.setdiff1d(np.arange(n_documents), named, assume_unique=True)
     if len(others) > MAX_DOCUMENTS:
         others = rng.choice(others, MAX_DOCUMENTS, replace=False)
@@ -524,12 +554,12 @@ def _clusters(pairs, groups):
 
 
 def _keep_documents(documents, pairs, groups, negatives, kept):
-    "The same with only some of the documents; negatives that are not kept become -1."
+    "The same with only some of the documents, among them all that are named."
     position = np.full(len(documents), -1)
     position[kept] = np.arange(len(kept))
     pairs = np.column_stack([pairs[:, 0], position[pairs[:, 1]], pairs[:, 2]])
-    if negatives is not None:
-        negatives = np.where(negatives < 0, -1, position[negatives])
+    if isinstance(negatives, np.ndarray):
+        negatives = np.column_stack([negatives[:, 0], position[negatives[:, 1]]])
     return as_unit_rows(documents[kept], "documents"), pairs, groups[kept], negatives
 
 # %% ../nbs/library/32_pairs.ipynb #87ad8746
@@ -575,7 +605,7 @@ def select_pair_adapter(
     candidates: dict[str, PairConfig] | None = None,
     *,
     groups: np.ndarray | None = None,
-    negatives: np.ndarray | None = None,
+    negatives: Any = None,
     max_unseen_loss: float = 1.0,
     unseen_share: float = 0.5,
     confidence: float = 0.95,
@@ -605,8 +635,9 @@ def select_pair_adapter(
         of the whitening, such as "two 0.5".
     groups : ndarray of shape (n_documents,), int, optional
         Group of each document, such as its source or its cluster; documents of one group are held out together.
-    negatives : ndarray of shape (n_queries, n), int, optional
-        From `find_negatives`. By default each query is compared with all documents.
+    negatives : int or ndarray of shape (p, 2), optional
+        What a query is compared with in training: that many documents nearest to it, or the documents that pairs
+        of query row and document row name. By default all documents.
     max_unseen_loss : float, default=1.0
         Points of nDCG@10 that queries for new documents may lose, at least 0.
     unseen_share : float, default=0.5
@@ -647,10 +678,15 @@ def select_pair_adapter(
     >>> selection.frozen
     False
     """
+    check_positive_int(random_state, "random_state", minimum=0)
     candidates = pair_candidates("auto", seed=random_state) if candidates is None else candidates
+    if not isinstance(candidates, dict) or not all(isinstance(c, PairConfig) for c in candidates.values()):
+        raise InputError(f"candidates must be a dictionary of PairConfig, got {short_repr(candidates)}")
+    queries, documents = _check_sides(queries, documents)
     settings = dict(max_unseen_loss=max_unseen_loss, unseen_share=unseen_share, confidence=confidence)
     check_settings(**settings, candidates=list(candidates), strengths=strengths, n_folds=n_folds, n_jobs=n_jobs)
     pairs, rngs = check_pairs(pairs, len(queries), len(documents)), spawn_rngs(random_state)
+    negatives = check_negatives(negatives, len(queries), len(documents))
     groups = np.arange(len(documents)) if groups is None else check_labels(groups, len(documents), "groups")
     n_clusters = len(np.unique(_clusters(pairs, groups)[queries_with_relevant(pairs)]))
     needed = max(MIN_CLASSES, 2 * n_folds)
@@ -658,10 +694,10 @@ def select_pair_adapter(
         reason = f"too few queries with documents of their own: {n_clusters}, and {needed} are needed"
         empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
         return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_clusters)
-    kept = _compared_documents(pairs, len(documents), rngs.split)
+    kept = _compared_documents(pairs, negatives, len(documents), rngs.split)
     documents, pairs, groups, negatives = _keep_documents(documents, pairs, groups, negatives, kept)
     folds = leave_documents_out(pairs, groups, rngs.split, n_folds=n_folds)
-    progress = progress or FitProgress(show=False)
+    progress = check_progress(progress)
     progress.add_steps(n_folds * len(candidates))
     compare = partial(
         compare_pairs_on_fold,
@@ -757,7 +793,8 @@ def evaluate_pairs(
         raise InputError("estimator must be an EmbeddingAdapter fitted with fit_pairs; after fit use ega.evaluate")
     check_number(confidence, "confidence", above=0, below=1)
     check_positive_int(random_state, "random_state", minimum=0)
-    xq, xd = check_matrix(queries, estimator.n_features_in_), check_matrix(documents, estimator.n_features_in_)
+    xq = check_matrix(queries, estimator.n_features_in_, name="queries")
+    xd = check_matrix(documents, estimator.n_features_in_, name="documents")
     pairs = check_pairs(pairs, len(xq), len(xd))
     k = check_positive_int(k, "k", maximum=len(xd))
     groups = _groups_of_queries(estimator, xq, xd, pairs)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'MAX_ROWS', 'resolve_candidate',
            'leave_classes_out', 'FitProgress', 'compare_on_fold', 'compare_on_folds', 'score_candidates',
-           'pick_candidate', 'Selection', 'build_cv_results', 'check_settings', 'compared_rows', 'select_adapter']
+           'pick_candidate', 'Selection', 'build_cv_results', 'check_settings', 'check_progress', 'compared_rows',
+           'select_adapter']
 
 # %% ../nbs/library/23_selection.ipynb #074431df
 import threading
@@ -459,8 +460,10 @@ def check_settings(
         raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
 
 # %% ../nbs/library/23_selection.ipynb #0ef39d0b
-def _checked_progress(progress):
-    "The given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
+def check_progress(
+    progress: Any,  # value to check
+) -> FitProgress:
+    "Return the given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
     if progress is not None and not isinstance(progress, FitProgress):
         raise InputError(
             f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
@@ -684,5 +687,5 @@ def select_adapter(
             strengths=strengths,
             n_jobs=n_jobs,
             device=device,
-            progress=_checked_progress(progress),
+            progress=check_progress(progress),
         )

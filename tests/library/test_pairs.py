@@ -15,6 +15,7 @@ from ega.pairs import (
     PAIR_CANDIDATES,
     SIDES,
     PairConfig,
+    check_negatives,
     evaluate_pairs,
     find_negatives,
     fit_pair_path,
@@ -131,9 +132,18 @@ def test_negatives():
     scores[PAIRS[:, 0], PAIRS[:, 1]] = -2
     assert (np.sort(nearest) == np.sort(np.argsort(-scores)[:, :3])).all()
     with pytest.raises(InputError, match="every query with a relevant one"):
-        find_negatives([(0, 1)], QUERIES, DOCUMENTS, PAIRS)
+        find_negatives(np.array([(0, 1)]), QUERIES, DOCUMENTS, PAIRS)
     with pytest.raises(InputError, match="negatives"):
-        find_negatives(0, QUERIES, DOCUMENTS, PAIRS)
+        check_negatives(0, 120, 60)
+
+
+@pytest.mark.parametrize("negatives", [5, np.column_stack([PAIRS[:, 0], (PAIRS[:, 1] + 1) % 60])])
+def test_negatives_change_what_is_trained(negatives):
+    config = PairConfig("query", train=TrainConfig(epochs=2, batch_size=32))
+    some, all_ = (fit_pair_path(config, QUERIES, DOCUMENTS, PAIRS, negatives=n).at(1.0)[0] for n in (negatives, None))
+    assert not torch.equal(some.weight, all_.weight)
+    selection = select_pair_adapter(QUERIES, DOCUMENTS, PAIRS, {"query": config}, negatives=negatives)
+    assert len(selection.table) == 5
 
 
 # Fitting
