@@ -920,6 +920,8 @@ class _PairsMixin:
                 raise InputError(f"{name} names methods for classes and has no effect in fit_pairs; leave it out")
         if estimator.max_unseen_loss is None and side == "auto":
             raise InputError("side='auto' needs a max_unseen_loss; set one, or name a side to fit without comparison")
+        if estimator.max_unseen_loss is None and groups is not None:
+            raise InputError("groups has no effect with max_unseen_loss=None, which compares nothing; leave it out")
         fitted = _without_fit(estimator)
         with limit_threads(), FitProgress(estimator.verbose) as progress:
             given = (queries, documents, pairs, side, groups, negatives)
