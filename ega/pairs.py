@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
@@ -181,7 +182,7 @@ def pair_candidates(
     return {name: replace(c, seed=seed) for name, c in PAIR_CANDIDATES.items() if c.side in sides}
 
 # %% ../nbs/library/32_pairs.ipynb #394ebe7e
-_DOCUMENTS_AT_ONCE = 2**16
+_DOCUMENTS_AT_ONCE = 2**14
 
 
 class _Corpus:
@@ -196,12 +197,13 @@ class _Corpus:
         if whitening is not None:
             self.mean = torch.from_numpy(whitening.document_mean).to(device)
             self.matrix = torch.from_numpy(whitening.matrix).to(device)
-            parts = [((self[i] - self.mean) @ self.matrix).norm(dim=1) for i in self.blocks(2**13)]
-            self.norms = torch.cat(parts)[:, None]
+            for i in self.blocks():
+                self.norms[i, 0] = ((self[i] - self.mean) @ self.matrix).norm(dim=1)
 
-    def blocks(self, size=_DOCUMENTS_AT_ONCE) -> list[slice]:
+    def blocks(self) -> list[slice]:
         "Slices that cover all documents."
-        return [slice(first, min(first + size, self.n)) for first in range(0, self.n, size)]
+        starts = range(0, self.n, _DOCUMENTS_AT_ONCE)
+        return [slice(first, min(first + _DOCUMENTS_AT_ONCE, self.n)) for first in starts]
 
     def __getitem__(self, which):
         "Unit rows of some documents, as they were given."
@@ -257,24 +259,51 @@ class _PairIndex:
 _NO_DOCUMENT = -1e9  # log of no probability; -inf would make the gradient nan where all documents are relevant
 
 
-def _block_logsumexp(w, corpus, block, batch, tau, adapter):
-    "Log of the sum of exp(score / tau) over the documents of a block that are not relevant, (B,)."
-    scores = w @ corpus.factors(block, adapter).T / tau
+def _inside(batch, block):
+    "Rows and columns of the relevant documents of a batch that lie in a block."
     inside = (batch.document >= block.start) & (batch.document < block.stop)
-    scores = scores.index_put(
-        (batch.row[inside], batch.document[inside] - block.start), scores.new_tensor(_NO_DOCUMENT)
-    )
+    return batch.row[inside], batch.document[inside] - block.start
+
+# %% ../nbs/library/32_pairs.ipynb #cf4a3818
+class _CorpusLogSumExp(torch.autograd.Function):
+    "Log of the sum of exp(score / tau) over the documents that are not relevant, (B,), in one pass over the documents."
+
+    @staticmethod
+    def forward(ctx, w, corpus, batch, tau):
+        highest, total, mean = w.new_full((len(w), 1), _NO_DOCUMENT), w.new_zeros(len(w), 1), torch.zeros_like(w)
+        buffer = w.new_empty(len(w) * min(corpus.n, _DOCUMENTS_AT_ONCE))
+        for block in corpus.blocks():
+            rows = corpus.factors(block)
+            scores = torch.mm(w, rows.T, out=buffer[: len(w) * len(rows)].view(len(w), -1)).div_(tau)
+            scores[_inside(batch, block)] = _NO_DOCUMENT
+            new_highest = torch.maximum(highest, scores.amax(1, keepdim=True))
+            scores.sub_(new_highest).exp_()
+            shrink = (highest - new_highest).exp_()
+            total.mul_(shrink).add_(scores.sum(1, keepdim=True))
+            mean.mul_(shrink).addmm_(scores, rows)
+            highest = new_highest
+        ctx.save_for_backward(mean.div_(total * tau))  # the gradient in w
+        return (highest + total.log())[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad[:, None] * ctx.saved_tensors[0], None, None, None
+
+
+def _block_logsumexp(w, corpus, block, batch, tau, adapter):
+    "The same over the documents of a block, which an adapter in training maps."
+    scores = w @ corpus.factors(block, adapter).T / tau
+    scores = scores.index_put(_inside(batch, block), scores.new_tensor(_NO_DOCUMENT))
     return scores.logsumexp(1)
 
 
 def _corpus_logsumexp(w, corpus, batch, tau, adapter):
-    "The same over all documents; each block is computed again in the backward pass if there are several."
-    blocks = corpus.blocks()
-    if len(blocks) == 1:
-        return _block_logsumexp(w, corpus, blocks[0], batch, tau, adapter)
-    parts = [
-        checkpoint(_block_logsumexp, w, corpus, block, batch, tau, adapter, use_reentrant=False) for block in blocks
-    ]
+    "The same over all documents; blocks that an adapter maps are computed again in the backward pass."
+    if adapter is None:
+        return _CorpusLogSumExp.apply(w, corpus, batch, tau)
+    given = (batch, tau, adapter)
+    parts = [checkpoint(_block_logsumexp, w, corpus, b, *given, use_reentrant=False) for b in corpus.blocks()]
     return torch.stack(parts).logsumexp(0)
 
 
