@@ -625,8 +625,8 @@ def _fit(args):
 def _describe_check(selection, measure, unseen_name):
     "Say which numbers decide whether a candidate passes the safety check."
     text = (
-        f"Changes are points of {measure} with two-sided 95 % intervals. The check uses lower bounds at confidence "
-        f"{selection.confidence:g}: by them {unseen_name} must lose at most max_unseen_loss="
+        f"Changes are points of {measure}. Brackets are two-sided 95 % intervals. The check uses one-sided lower "
+        f"bounds at confidence {selection.confidence:g}: by them {unseen_name} must lose at most max_unseen_loss="
         f"{selection.max_unseen_loss:g} points, and the gain, the mean of both changes weighted by --unseen-share, "
         "must be above 0."
     )
