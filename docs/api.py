@@ -138,12 +138,10 @@ TASKS = {
         *("evaluation.evaluate", "search.knn", "search.ivf_sweep", "metrics.lp_at_k", "metrics.ar_at_k"),
         *("statistics.bootstrap", "report.write_report"),
     ),
-    "Queries and documents": tuple(
-        f"relevance.{name}"
-        for name in (
-            *("read_pairs", "read_beir", "embed_relevance", "RelevanceSet", "split_by_query", "split_by_document"),
-            "evaluate_ranking",
-        )
+    "Queries and documents": (
+        *(f"relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
+        *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter", "whiten_pairs")),
+        *(f"relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
     "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
 }

@@ -761,25 +761,29 @@ def check_rows_per_class(
 def check_matrix(
     X: Any,  # (n, d) dense matrix of real numbers
     dim: int | None = None,  # number of columns the estimator was fitted on; None: any
+    *,
+    name: str = "X",  # in error messages
 ) -> Any:  # array or tensor with the numbers of X, whose rows are not checked yet
     "Check container, type and shape of a matrix with scikit-learn's error messages; a matrix of numbers is not copied."
     if hasattr(X, "detach"):
-        _check_dense(X, "X")
+        _check_dense(X, name)
         a = X
     else:
-        a = _to_numpy(X, "X")
-        _check_numeric(a, X, "X")
+        a = _to_numpy(X, name)
+        _check_numeric(a, X, name)
     if a.ndim == 1 and len(a):
-        raise InputError(f"X must have shape (n, d), got {tuple(a.shape)}. Reshape your data: X[None] is one row")
+        raise InputError(
+            f"{name} must have shape (n, d), got {tuple(a.shape)}. Reshape your data: {name}[None] is one row"
+        )
     if a.ndim == 2 and a.shape[1] == 0:
-        raise InputError(f"X has 0 feature(s) (shape={tuple(a.shape)}) while a minimum of 1 is required.")
+        raise InputError(f"{name} has 0 feature(s) (shape={tuple(a.shape)}) while a minimum of 1 is required.")
     if a.ndim == 2 and dim not in (None, a.shape[1]):
         raise InputError(
-            f"X has {a.shape[1]} features, but EmbeddingAdapter is expecting {dim} features as input; "
+            f"{name} has {a.shape[1]} features, but EmbeddingAdapter is expecting {dim} features as input; "
             "use embeddings from the same encoder"
         )
     if a.ndim != 2 or not len(a):
-        check_embeddings(a, "X")  # raises
+        check_embeddings(a, name)  # raises
     return a
 
 
@@ -794,11 +798,13 @@ def check_and_normalize(
 def iter_unit_rows(
     a: Any,  # (n, d) from check_matrix
     size: int = 2**14,  # rows of a block; the last block may have fewer
+    *,
+    name: str = "X",  # in error messages
 ) -> Iterator[tuple[int, np.ndarray]]:  # number of the first row, (<= size, d) float32 unit rows
     "Yield a matrix in blocks of unit rows, so that no copy of the whole is made."
     for first in range(0, len(a), size):
-        name = "X" if len(a) <= size else f"X[{first}:{min(first + size, len(a))}]"
-        yield first, as_unit_rows(a[first : first + size], name)
+        where = name if len(a) <= size else f"{name}[{first}:{min(first + size, len(a))}]"
+        yield first, as_unit_rows(a[first : first + size], where)
 
 # %% ../nbs/library/01_arrays.ipynb #check-feature-names
 def _column_names(X):

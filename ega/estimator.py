@@ -65,6 +65,8 @@ from ega.files import (
 )
 from .methods import STATISTICS_TRANSFORMS, can_update, fit_adapter, needed_rows, update_adapter
 from .packs import row_split
+from .pairs import PairConfig, check_negatives, fit_pair_path, pair_candidates, select_pair_adapter
+from .relevance import check_pairs, queries_with_relevant
 from ega.selection import (
     CANDIDATES,
     STRENGTHS,
@@ -148,7 +150,7 @@ def to_dict(
     return {
         "ega": ega.__version__,
         "settings": params,
-        "classes": estimator.classes_.tolist(),
+        "classes": None if _is_fitted_on_pairs(estimator) else estimator.classes_.tolist(),
         "n_features_in": estimator.n_features_in_,
         "feature_names_in": None if names is None else names.tolist(),
         "integer_columns": estimator._integer_columns,
@@ -156,6 +158,9 @@ def to_dict(
         "fingerprint": estimator.fingerprint_,
         "data_fingerprint": estimator.data_fingerprint_,
         "fit_rows_fingerprint": hash_arrays(estimator.fit_row_hashes_),
+        "fit_documents_fingerprint": hash_arrays(estimator.fit_document_hashes_)
+        if _is_fitted_on_pairs(estimator)
+        else None,
     }
 
 # %% ../nbs/library/24_estimator.ipynb #description-hash
@@ -197,7 +202,9 @@ def _params_from_json(values):
 
 
 def _classes_from_json(values):
-    "The classes as an array of integers or texts."
+    "The classes as an array of integers or texts; None for an estimator that was fitted on pairs."
+    if values is None:
+        return None
     if {type(v) for v in values} not in ({int}, {str}, set()):
         raise TypeError("class labels must be all integers or all texts")
     for value in values:
@@ -226,7 +233,9 @@ def _selection_from_json(values):
     if results:
         pairs = zip(results["param_method"].tolist(), results["param_strength"].tolist())
         results["params"] = [{"method": m, "strength": s} for m, s in pairs]
-    config = None if values["config"] is None else parse_config(MethodConfig, values["config"])
+    config = values["config"]
+    if config is not None:
+        config = parse_config(PairConfig if "side" in config else MethodConfig, config)
     kept = {name: values[name] for name in SAVED_SELECTION}
     return Selection(**kept, table=table, config=config, cv_results=results)
 
@@ -245,7 +254,7 @@ def _check_saved_pair(given, weights, description):
             f"{description}: no such description; expected the .json that EmbeddingAdapter.save or `ega fit` writes "
             f"beside the weights; a file of save_adapter is read with ega.adapters.load_adapter({str(weights)!r})"
         )
-    if weights.is_file():
+    if weights.is_file() or description.is_file() and weights.with_suffix(".queries.safetensors").is_file():
         return
     given = Path(given)
     advice = f"a pickled one is read with joblib.load({str(given)!r})"
@@ -283,7 +292,8 @@ def _read_description(path):
     expected = "the description written by EmbeddingAdapter.save"
     values = read_json(path, expected)
     text = (str,)
-    types = {"settings": (dict,), "classes": (list,), "n_features_in": (int,), "selection": (dict,)}
+    types = {"settings": (dict,), "classes": (list, type(None)), "n_features_in": (int,), "selection": (dict,)}
+    types["fit_documents_fingerprint"] = (str, type(None))
     try:
         _check_types(values, types | dict.fromkeys(("fingerprint", "data_fingerprint", "fit_rows_fingerprint"), text))
         names = values.get("feature_names_in")
@@ -311,17 +321,46 @@ def _read_description(path):
     return read
 
 # %% ../nbs/library/24_estimator.ipynb #set-fitted
-def _set_fitted(estimator, adapter, values):
+def _set_fitted(estimator, adapters, values):
     "Set the fitted attributes of an estimator to those of a description that was read; returns the estimator."
     selection = values["selection"]
-    estimator.adapter_, estimator.selection_, estimator.classes_ = adapter, selection, values["classes"]
-    estimator.cv_results_, estimator.frozen_ = selection.cv_results, selection.frozen
+    estimator.selection_, estimator.cv_results_, estimator.frozen_ = selection, selection.cv_results, selection.frozen
     estimator.fingerprint_, estimator.data_fingerprint_ = values["fingerprint"], values["data_fingerprint"]
-    estimator.n_features_in_ = estimator._n_features_out = adapter.d
+    estimator.n_features_in_ = estimator._n_features_out = adapters[0].d
     estimator._integer_columns = values["integer_columns"]
     if values["feature_names_in"] is not None:
         estimator.feature_names_in_ = np.array(values["feature_names_in"], dtype=object)
+    if values["classes"] is None:
+        estimator.query_adapter_, estimator.document_adapter_ = adapters
+    else:
+        (estimator.adapter_,), estimator.classes_ = adapters, values["classes"]
     return estimator
+
+
+def _is_fitted_on_pairs(estimator):
+    "Whether the last fit of an estimator was `fit_pairs`."
+    return hasattr(estimator, "query_adapter_")
+
+
+def _fitted_adapters(estimator):
+    "The fitted adapter in a list; with pairs, those of the queries and of the documents."
+    if _is_fitted_on_pairs(estimator):
+        return [estimator.query_adapter_, estimator.document_adapter_]
+    return [estimator.adapter_]
+
+
+def _without_fit(estimator):
+    "A copy of an estimator without what an earlier fit set."
+    fresh = copy.copy(estimator)
+    for name in [name for name in vars(fresh) if name.endswith("_") and not name.startswith("_")]:
+        delattr(fresh, name)
+    return fresh
+
+
+def _joint_fingerprint(adapters):
+    "The fingerprint of one adapter; of two, the hash of both."
+    parts = [adapter_fingerprint(adapter) for adapter in adapters]
+    return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 # %% ../nbs/library/24_estimator.ipynb #check-params
 def _check_params(estimator):
@@ -364,8 +403,20 @@ def _check_no_effect(estimator):
 
 # %% ../nbs/library/24_estimator.ipynb #fit-row-hashes
 def _fit_rows_path(weights):
-    "The file of the hashes of the rows that were fitted on, beside the weights."
+    "The file of the hashes of the rows that were fitted on, beside the weights; with pairs, of the queries."
     return weights.with_suffix(".fit_rows.npy")
+
+
+def _fit_documents_path(weights):
+    "The file of the hashes of the documents that the fitted pairs name."
+    return weights.with_suffix(".fit_documents.npy")
+
+
+def _weight_files(weights, is_fitted_on_pairs):
+    "The files of weights: one, or with pairs one for the queries and one for the documents."
+    if not is_fitted_on_pairs:
+        return [weights]
+    return [weights.with_suffix(f".{side}.safetensors") for side in ("queries", "documents")]
 
 
 def _save_fit_row_hashes(hashes, path):
@@ -418,23 +469,32 @@ def _load_statistics(path, values):
 def _write_files(estimator, weights, statistics):
     "Write the files of `EmbeddingAdapter.save` into an existing folder, the description last."
     description, kept = weights.with_suffix(".json"), estimator.statistics_ if statistics else None
-    save_adapter(estimator.adapter_, weights)
+    is_fitted_on_pairs = _is_fitted_on_pairs(estimator)
+    for adapter, file in zip(_fitted_adapters(estimator), _weight_files(weights, is_fitted_on_pairs)):
+        save_adapter(adapter, file)
     _save_fit_row_hashes(estimator.fit_row_hashes_, _fit_rows_path(weights))
+    if is_fitted_on_pairs:
+        _save_fit_row_hashes(estimator.fit_document_hashes_, _fit_documents_path(weights))
     if kept is not None:
         kept.save(_statistics_path(weights))
     with atomic_write(description) as temporary:
         temporary.write_text(json.dumps(_description(estimator, kept), indent=1))
-    if kept is None:
-        _statistics_path(weights).unlink(missing_ok=True)  # of an earlier adapter
+    of_earlier = _weight_files(weights, not is_fitted_on_pairs)
+    of_earlier += [] if is_fitted_on_pairs else [_fit_documents_path(weights)]
+    for file in of_earlier + ([_statistics_path(weights)] if kept is None else []):
+        file.unlink(missing_ok=True)  # of an adapter that was in the folder before
 
 # %% ../nbs/library/24_estimator.ipynb #files
 class _SaveLoadMixin:
     "The methods of EmbeddingAdapter that write it and read it."
 
     adapter_: torch.nn.Module
+    query_adapter_: torch.nn.Module
+    document_adapter_: torch.nn.Module
     fingerprint_: str
     fit_row_hashes_: np.ndarray
     statistics_: ClassStatistics | None
+    fit_document_hashes_: np.ndarray
 
     def save(self, path: "str | Path", *, statistics: bool = False) -> Path:
         """Write the weights as safetensors, hashes of the fitted rows as .npy and everything else as JSON.
@@ -443,9 +503,10 @@ class _SaveLoadMixin:
         ----------
         path : str or Path
             A folder, for `adapter.safetensors`, `adapter.fit_rows.npy` and `adapter.json`; or the name of
-            a .safetensors file, which gets a .fit_rows.npy and a .json beside it. The files of an earlier
-            `save` are replaced, as joblib.dump does; other files in the folder stay as they are. A new folder
-            appears with all its files or not at all.
+            a .safetensors file, which gets a .fit_rows.npy and a .json beside it. After `fit_pairs` the weights
+            are two files, `adapter.queries.safetensors` and `adapter.documents.safetensors`, and there is an
+            `adapter.fit_documents.npy`. The files of an earlier `save` are replaced, as joblib.dump does; other
+            files in the folder stay as they are. A new folder appears with all its files or not at all.
         statistics : bool, default=False
             Also write `adapter.statistics.npz`, which a loaded estimator needs for `partial_fit` and `forget`:
             number of rows and mean of each class, and the sum of squares of all rows, 8 (d + C) d bytes for d columns
@@ -462,14 +523,14 @@ class _SaveLoadMixin:
         sklearn.exceptions.NotFittedError
             If `fit` was not called.
         InputError
-            If a file of that name was not written by `save`, the folder takes no files, the weights of `adapter_`
-            were changed after `fit`, or there are no statistics to write.
+            If a file of that name was not written by `save`, the folder takes no files, the weights were changed
+            after `fit`, or there are no statistics to write.
         """
         check_is_fitted(self)
-        if adapter_fingerprint(self.adapter_) != self.fingerprint_:
+        if _joint_fingerprint(_fitted_adapters(self)) != self.fingerprint_:
             raise InputError(
-                "the weights of adapter_ were changed after fit, and no longer belong to the description; fit again, "
-                "or write the adapter alone with ega.adapters.save_adapter"
+                "the weights of the adapter were changed after fit, and no longer belong to the description; fit "
+                "again, or write the adapter alone with ega.adapters.save_adapter"
             )
         if statistics:
             _check_updatable(self)
@@ -505,12 +566,19 @@ class _SaveLoadMixin:
         """
         weights, description = _file_pair(path)
         _check_saved_pair(path, weights, description)
-        adapter, values = load_adapter(weights), _read_description(description)
-        if values["fingerprint"] != adapter_fingerprint(adapter) or values["n_features_in"] != adapter.d:
-            raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
-        estimator = _set_fitted(_check_params(cls(**values["settings"])), adapter, values)
+        files = _weight_files(weights, not weights.is_file())
+        adapters, values = [load_adapter(file) for file in files], _read_description(description)
+        if values["fingerprint"] != _joint_fingerprint(adapters) or {a.d for a in adapters} != {
+            values["n_features_in"]
+        }:
+            names = " and ".join(file.name for file in files)
+            raise InputError(f"{description}: describes other weights than those of {names}; save all files again")
+        estimator = _set_fitted(_check_params(cls(**values["settings"])), adapters, values)
         estimator.fit_row_hashes_ = _load_fit_row_hashes(_fit_rows_path(weights), values["fit_rows_fingerprint"])
         estimator.statistics_ = _load_statistics(_statistics_path(weights), values)
+        if values["classes"] is None:
+            fingerprint = values["fit_documents_fingerprint"]
+            estimator.fit_document_hashes_ = _load_fit_row_hashes(_fit_documents_path(weights), fingerprint)
         return estimator
 
 # %% ../nbs/library/24_estimator.ipynb #export-methods
@@ -541,6 +609,11 @@ class _ExportMixin:
             If the package onnx is not installed.
         """
         check_is_fitted(self)
+        if not hasattr(self, "adapter_"):
+            raise InputError(
+                "to_onnx exports one adapter, and pairs were fitted with two; save them, and see "
+                "ega.adapters.LinearAdapter for what they compute"
+            )
         return _export_onnx(self.adapter_, path)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
@@ -718,10 +791,10 @@ def _fit_selected(selection, a, y, device, progress):
     return adapter, statistics if can_update(config, selection.strength) else None
 
 
-def _hash_rows_and_labels(a, labels):
+def _hash_rows_and_labels(a, labels, name="X"):
     "SHA-256 of the unit rows and labels as `hash_arrays` gives it; the hashes of the labelled rows, ascending."
     digest, hashes = hashlib.sha256(f"{np.dtype(np.float32).str}{tuple(a.shape)}".encode()), []
-    for first, x in iter_unit_rows(a):
+    for first, x in iter_unit_rows(a, name=name):
         digest.update(x.data)
         known = labels[first : first + len(x)] >= 0
         if known.any():
@@ -777,9 +850,187 @@ def _fit(estimator, X, y, unlabelled, progress):
     progress.finish()
     return estimator
 
+# %% ../nbs/library/24_estimator.ipynb #3eed2a8d
+def _transform_with(estimator, adapter, X):
+    "Adapt embeddings with one of the adapters of an estimator."
+    check_feature_names(estimator, X, reset=False)
+    a = check_matrix(X, estimator.n_features_in_)
+    blocks = ((first, transform(adapter, x, device=estimator.device)) for first, x in iter_unit_rows(a))
+    return _fill_like(X, blocks, (len(a), estimator.n_features_in_))
+
+
+def _select_pairs(estimator, queries, documents, pairs, side, groups, negatives, progress):
+    "The Selection of an estimator that is being fitted on pairs."
+    candidates = pair_candidates(side, seed=estimator.random_state)
+    if estimator.max_unseen_loss is None:
+        name, config = next(iter(candidates.items()))
+        reason, n = "fitted without comparison, because max_unseen_loss is None", len(queries_with_relevant(pairs))
+        return Selection(name, 1.0, reason, pd.DataFrame(), None, estimator.confidence, n, config)
+    return select_pair_adapter(
+        queries,
+        documents,
+        pairs,
+        candidates,
+        groups=groups,
+        negatives=negatives,
+        max_unseen_loss=estimator.max_unseen_loss,
+        unseen_share=estimator.unseen_share,
+        confidence=estimator.confidence,
+        strengths=estimator.strengths,
+        n_folds=estimator.cv,
+        random_state=estimator.random_state,
+        n_jobs=estimator.n_jobs,
+        device=estimator.device,
+        progress=progress,
+    )
+
+
+def _fit_selected_pairs(selection, queries, documents, pairs, negatives, device, progress):
+    "The adapters of queries and documents, fitted on all pairs; the identity for a side that is not adapted."
+    if selection.frozen:
+        return LinearAdapter(queries.shape[1]).eval(), LinearAdapter(queries.shape[1]).eval()
+    progress.start(f"{selection.method} on all {len(pairs)} pairs")
+    options: dict[str, Any] = dict(negatives=negatives, device=device, on_epoch=progress.epoch)
+    return fit_pair_path(selection.config, queries, documents, pairs, **options).at(selection.strength)
+
+# %% ../nbs/library/24_estimator.ipynb #c2a40513
+def _fit_pairs(estimator, queries, documents, pairs, side, groups, negatives, progress):
+    "Do the work of `EmbeddingAdapter.fit_pairs`, after the parameters were checked; returns the estimator."
+    progress.start("checking queries, documents and pairs")
+    progress.add_steps(1)  # the fit on all pairs
+    xq = check_matrix(queries, name="queries")
+    check_feature_names(estimator, queries, reset=True)
+    check_feature_names(estimator, documents, reset=False)
+    xd = check_matrix(documents, xq.shape[1], name="documents")
+    pairs = check_pairs(pairs, len(xq), len(xd))
+    if not len(queries_with_relevant(pairs)):
+        raise InputError("pairs must hold a pair with a grade of 1 or more, got none; check the grades")
+    found, digests = [], [hash_arrays(pairs)]
+    for name, x, rows in (("queries", xq, pairs[:, 0]), ("documents", xd, pairs[:, 1])):
+        in_pairs = np.full(len(x), -1)
+        in_pairs[rows] = 0
+        digest, hashes = _hash_rows_and_labels(x, in_pairs, name)  # checks every row
+        found.append(hashes)
+        digests.append(digest)
+    estimator.fit_row_hashes_, estimator.fit_document_hashes_ = found
+    estimator.data_fingerprint_ = hashlib.sha256("".join(digests).encode()).hexdigest()
+    estimator.n_features_in_ = estimator._n_features_out = xq.shape[1]
+    negatives = check_negatives(negatives, len(xq), len(xd))
+    selection = _select_pairs(estimator, xq, xd, pairs, side, groups, negatives, progress)
+    adapters = _fit_selected_pairs(selection, xq, xd, pairs, negatives, estimator.device, progress)
+    estimator.selection_, estimator.cv_results_, estimator.frozen_ = selection, selection.cv_results, selection.frozen
+    estimator.query_adapter_, estimator.document_adapter_ = adapters
+    estimator.statistics_ = None
+    estimator.fingerprint_ = _joint_fingerprint(adapters)
+    progress.finish()
+    return estimator
+
+# %% ../nbs/library/24_estimator.ipynb #5ee95a13
+class _PairsMixin:
+    "The methods of EmbeddingAdapter for queries and documents."
+
+    adapter_: torch.nn.Module
+    query_adapter_: torch.nn.Module
+    document_adapter_: torch.nn.Module
+
+    def fit_pairs(
+        self,
+        queries: Any,
+        documents: Any,
+        pairs: Any,
+        *,
+        side: str = "auto",
+        groups: "Sequence | None" = None,
+        negatives: Any = None,
+    ) -> "EmbeddingAdapter":
+        """Select an adapter for queries and documents, then fit it on all pairs.
+
+        Each query is held out once together with the documents that are relevant to it. A candidate passes the
+        safety check if queries for such new documents lose at most `max_unseen_loss` points of nDCG@10, and among
+        those the one with the largest gain is selected: the mean of the changes for known and for new documents,
+        weighted by `unseen_share`.
+
+        Parameters
+        ----------
+        queries : array-like of shape (n_queries, d)
+            Embeddings of the queries, in any container that `fit` takes.
+        documents : array-like of shape (n_documents, d)
+            Embeddings of all documents that are searched, from the same encoder. A memory map is read in blocks.
+        pairs : array-like of int of shape (m, 2) or (m, 3)
+            Query row, document row and grade (1 where there is no third column; 0: judged and not relevant).
+        side : str, default="auto"
+            What may be adapted. "query": queries alone, so that an index stays as it is. "document": documents
+            alone. "both": one whitening for both, which trains nothing. "two": the whitening, and a trained matrix
+            for the queries after it. "auto" compares query, both and two.
+        groups : array-like of int of shape (n_documents,), optional
+            Group of each document, such as its source or its cluster. Documents of one group are held out together,
+            so that the estimate is for documents of new groups.
+        negatives : int or array-like of shape (p, 2), optional
+            What a query is compared with in training: that many documents nearest to it, or the documents that
+            pairs of query row and document row name. By default all documents.
+
+        Returns
+        -------
+        EmbeddingAdapter
+            The estimator itself.
+
+        Raises
+        ------
+        InputError
+            If an array is not as described, no pair is relevant, or a parameter of the constructor has no effect:
+            `method` and `candidates` name methods for classes.
+
+        See Also
+        --------
+        ega.pairs.evaluate_pairs : The change against the frozen embeddings, with new documents apart.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from ega import EmbeddingAdapter
+        >>> rng = np.random.default_rng(0)
+        >>> noise = np.r_[np.full(4, 2.0), np.full(12, 0.1)]
+        >>> documents = rng.normal(size=(60, 16))
+        >>> queries = documents[np.arange(120) % 60] + rng.normal(size=(120, 16)) * noise
+        >>> pairs = np.column_stack([np.arange(120), np.arange(120) % 60])
+        >>> adapter = EmbeddingAdapter().fit_pairs(queries, documents, pairs)
+        >>> adapter.transform_queries(queries[:2]).shape, adapter.transform_documents(documents).shape
+        ((2, 16), (60, 16))
+        """
+        estimator: Any = self  # mypy: the attributes are those of EmbeddingAdapter
+        _check_params(estimator)
+        _check_no_effect(estimator)
+        for name in ("method", "candidates"):
+            default = inspect.signature(EmbeddingAdapter).parameters[name].default
+            if getattr(estimator, name) != default:
+                raise InputError(f"{name} names methods for classes and has no effect in fit_pairs; leave it out")
+        if estimator.max_unseen_loss is None and side == "auto":
+            raise InputError("side='auto' needs a max_unseen_loss; set one, or name a side to fit without comparison")
+        if estimator.max_unseen_loss is None and groups is not None:
+            raise InputError("groups has no effect with max_unseen_loss=None, which compares nothing; leave it out")
+        fitted = _without_fit(estimator)
+        with limit_threads(), FitProgress(estimator.verbose) as progress:
+            given = (queries, documents, pairs, side, groups, negatives)
+            self.__dict__ = vars(_fit_pairs(fitted, *given, progress))
+        return estimator
+
+    def transform_queries(self, X: Any) -> Any:
+        "Adapt embeddings of queries, as `transform` does; after `fit` the same as `transform`."
+        check_is_fitted(self)
+        return _transform_with(self, self.query_adapter_ if _is_fitted_on_pairs(self) else self.adapter_, X)
+
+    def transform_documents(self, X: Any) -> Any:
+        "Adapt embeddings of documents, as `transform` does; after `fit` the same as `transform`."
+        check_is_fitted(self)
+        return _transform_with(self, self.document_adapter_ if _is_fitted_on_pairs(self) else self.adapter_, X)
+
 # %% ../nbs/library/24_estimator.ipynb #e07f3e2e
 def _check_updatable(estimator):
     "Raise InputError unless a fitted estimator has the statistics that `partial_fit` and `forget` need."
+    if _is_fitted_on_pairs(estimator):
+        raise InputError(
+            "this adapter was fitted on pairs, which cannot be added or removed; call fit_pairs with all pairs"
+        )
     selection = estimator.selection_
     if not can_update(selection.config, selection.strength):
         raise InputError(
@@ -960,7 +1211,7 @@ class _UpdateMixin:
         fit : Selects again; do so when the classes or rows have doubled.
         estimate_update : What an update changes for rows like the new ones.
         """
-        if not hasattr(self, "adapter_"):
+        if not hasattr(self, "adapter_") and not _is_fitted_on_pairs(self):
             return self.fit(X, y, unlabelled=unlabelled)  # type: ignore[attr-defined]
         return self._change(_partial_fit, X, y, unlabelled)
 
@@ -1009,7 +1260,13 @@ class _UpdateMixin:
 
 # %% ../nbs/library/24_estimator.ipynb #ega
 class EmbeddingAdapter(
-    ClassNamePrefixFeaturesOutMixin, _UpdateMixin, _SaveLoadMixin, _ExportMixin, TransformerMixin, BaseEstimator
+    ClassNamePrefixFeaturesOutMixin,
+    _UpdateMixin,
+    _SaveLoadMixin,
+    _ExportMixin,
+    _PairsMixin,
+    TransformerMixin,
+    BaseEstimator,
 ):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
 
@@ -1017,7 +1274,8 @@ class EmbeddingAdapter(
     embeddings, on queries of known and of held-out classes in one gallery of both. It selects the one with
     the largest gain among those whose held-out classes lose at most `max_unseen_loss` points of LP@1 (label
     precision at 1: the share of queries whose nearest neighbour carries their label), and fits it on all
-    labelled rows. If no candidate passes, `transform` returns the embeddings unchanged.
+    labelled rows. If no candidate passes, `transform` returns the embeddings unchanged. `fit_pairs` does the same
+    with queries and their documents in place of labels.
 
     Parameters
     ----------
@@ -1061,7 +1319,8 @@ class EmbeddingAdapter(
     frozen_ : bool
         Whether no candidate passed, so that `transform` changes nothing but the norm.
     adapter_ : torch.nn.Module
-        The fitted adapter, on the CPU.
+        The fitted adapter, on the CPU. After `fit_pairs` there are `query_adapter_` and `document_adapter_` instead,
+        and no `classes_`.
     classes_ : ndarray of shape (n_classes,)
         The classes that were fitted on, in ascending order.
     n_features_in_ : int
@@ -1073,10 +1332,11 @@ class EmbeddingAdapter(
     fit_row_hashes_ : ndarray of uint64
         `ega.evaluation.hash_rows` of the labelled rows that were fitted on, ascending, without repeats; the same
         for rows as they were given to `fit` and for rows of norm 1.
-        `ega.evaluate` and the report recognise these rows by them.
+        `ega.evaluate` and the report recognise these rows by them. After `fit_pairs` they are those of the queries
+        in pairs, and `fit_document_hashes_` those of the documents in pairs.
     statistics_ : ega.closed_form.ClassStatistics or None
         Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None for a method that
-        is not fitted from them, and after loading an estimator that was saved without them.
+        is not fitted from them, after `fit_pairs`, and after loading an estimator that was saved without them.
 
     See Also
     --------
@@ -1168,7 +1428,7 @@ class EmbeddingAdapter(
         """
         _check_params(self)
         _check_no_effect(self)
-        fitted = copy.copy(self)  # so that a fit that fails leaves the earlier one as it was
+        fitted = _without_fit(self)  # a copy, so that a fit that fails leaves the earlier one as it was
         with limit_threads(), FitProgress(self.verbose) as progress:
             self.__dict__ = vars(_fit(fitted, X, y, unlabelled, progress))
         return self
@@ -1195,10 +1455,12 @@ class EmbeddingAdapter(
             If X has other columns than in `fit`, or a row that is not finite or of norm 0.
         """
         check_is_fitted(self)
-        check_feature_names(self, X, reset=False)
-        a = check_matrix(X, self.n_features_in_)
-        blocks = ((first, transform(self.adapter_, x, device=self.device)) for first, x in iter_unit_rows(a))
-        return _fill_like(X, blocks, (len(a), self.n_features_in_))
+        if _is_fitted_on_pairs(self):
+            raise InputError(
+                "this adapter was fitted on pairs, which adapts queries and documents differently; use "
+                "transform_queries or transform_documents"
+            )
+        return _transform_with(self, self.adapter_, X)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

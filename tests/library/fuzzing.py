@@ -582,6 +582,23 @@ def used(e):
     return digest(e.transform(rows())) + repr(e.selection_)[:20]
 
 
+def write_estimator_of_pairs(folder):
+    x = rows()
+    e = estimator.EmbeddingAdapter(max_unseen_loss=None)
+    pairs = np.column_stack([np.arange(len(x)), np.arange(len(x))])
+    e.fit_pairs(x, x[:, ::-1].copy(), pairs, side="both").save(folder / "a")
+    return [
+        f"a/adapter.{name}" for name in ("queries.safetensors", "documents.safetensors", "json", "fit_documents.npy")
+    ]
+
+
+def used_on_both_sides(e):
+    return digest(e.transform_queries(rows())) + digest(e.transform_documents(rows())) + repr(e.selection_)[:20]
+
+
+READERS["estimator of pairs"] = Reader(
+    write_estimator_of_pairs, lambda f: used_on_both_sides(estimator.EmbeddingAdapter.load(f / "a")), step=2
+)
 READERS["estimator"] = Reader(write_estimator, lambda f: used(estimator.EmbeddingAdapter.load(f / "a")))
 READERS["ega evaluate"] = Reader(write_estimator, command("evaluate", "a", "x.npy", "y.csv", "--json"), step=4)
 READERS["estimator with statistics"] = Reader(

@@ -40,6 +40,7 @@ from ega.index import IndexStore
 from ega.losses import supcon
 from ega.methods import fit_adapter, update_adapter
 from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
+from ega.pairs import PairConfig, evaluate_pairs, select_pair_adapter, whiten_pairs
 from ega.relevance import (
     RelevanceSet,
     embed_relevance,
@@ -109,6 +110,7 @@ def make_calls(folder):
     "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
+    pairs = dict(queries=x, documents=x[:, ::-1].copy(), pairs=np.column_stack([np.arange(120), np.arange(120)]))
     matrix, near, out = np.eye(8, dtype="float32"), knn(x, x, 3), lambda name: str(folder / name)
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
@@ -446,6 +448,37 @@ def make_calls(folder):
                 {"I": (*VALUES, [[1.5, 2]], [[-2, 1], [1, 2]]), "pairs": VALUES, "k": (*NUMBERS, 3)}
                 | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len), "n_boot": NUMBERS}
                 | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
+            ),
+        ],
+        "pairs.whiten_pairs": [
+            (
+                whiten_pairs,
+                pairs,
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "shrinkage": (*NUMBERS, 0)},
+            ),
+        ],
+        "pairs.select_pair_adapter": [
+            (
+                select_pair_adapter,
+                pairs | {"candidates": {"both": PairConfig("both", 0.5)}, "strengths": (1.0,)},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "groups": LABELS[1:], "device": DEVICES}
+                | {"candidates": ({}, *OBJECTS[1:]), "max_unseen_loss": NUMBERS[:-3], "confidence": NUMBERS}
+                | {"negatives": (*VALUES[2:], 0, 1.5, True, np.zeros((3, 3, 3))), "progress": OBJECTS[1:]}
+                | {"n_folds": NUMBERS, "random_state": (*NUMBERS, 1.5)},
+            ),
+            (
+                EmbeddingAdapter(max_unseen_loss=None).fit_pairs,
+                pairs | {"side": "both"},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "side": (*TEXTS, None)}
+                | {"groups": LABELS[1:], "negatives": (*VALUES[2:], 0, -1, 1.5, True)},
+            ),
+        ],
+        "pairs.evaluate_pairs": [
+            (
+                evaluate_pairs,
+                pairs | {"estimator": EmbeddingAdapter(max_unseen_loss=None).fit_pairs(**pairs, side="both")},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "estimator": (*OBJECTS, fitted)}
+                | {"k": (*NUMBERS, 121), "confidence": NUMBERS, "random_state": NUMBERS},
             ),
         ],
         "monitor.Monitor": [

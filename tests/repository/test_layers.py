@@ -18,6 +18,7 @@ LIBRARY = [
     {"embed", "methods", "theory"},
     {"evaluation", "index", "relevance"},
     {"selection", "lance", "monitor"},
+    {"pairs"},
     {"estimator", "gain"},
     {"report"},
     {"cli"},
