@@ -4,6 +4,8 @@ import doctest
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -669,3 +671,23 @@ def test_an_empty_list_is_no_vector_to_be_reshaped():
 def test_a_number_is_no_generator():
     with pytest.raises(InputError, match="rng must be a numpy.random.Generator, got int"):
         torch_generator(0)
+
+
+@pytest.mark.parametrize(
+    "module, name, package",
+    [
+        ("langchain", "AdaptedEmbeddings", "langchain_core"),
+        ("llamaindex", "AdaptedEmbedding", "llama_index"),
+    ],
+)
+def test_a_module_of_an_optional_package_is_imported_without_it(module, name, package):
+    "Its class says which extra is missing; in a process of its own, so that nothing here is imported anew."
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from ega.{module} import {name}
+try: {name}(None, None)
+except ImportError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == f"this needs the package {package!r}; install it with: pip install 'ega[{module}]'"
