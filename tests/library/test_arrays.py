@@ -674,19 +674,22 @@ def test_a_number_is_no_generator():
 
 
 @pytest.mark.parametrize(
-    "module, name, package",
+    "module, call, package",
     [
-        ("langchain", "AdaptedEmbeddings", "langchain_core"),
-        ("llamaindex", "AdaptedEmbedding", "llama_index"),
+        ("langchain", "AdaptedEmbeddings(None, None)", "langchain_core"),
+        ("llamaindex", "AdaptedEmbedding(None, None)", "llama_index"),
+        ("qdrant", "AdaptedCollection(None, 'texts', np.eye(2))", "qdrant_client"),
+        ("qdrant", "migrate_collection(None, 'texts', np.eye(2))", "qdrant_client"),
     ],
 )
-def test_a_module_of_an_optional_package_is_imported_without_it(module, name, package):
+def test_a_module_of_an_optional_package_is_imported_without_it(module, call, package):
     "Its class says which extra is missing; in a process of its own, so that nothing here is imported anew."
     code = f"""
 import sys
 sys.modules[{package!r}] = None
-from ega.{module} import {name}
-try: {name}(None, None)
+import numpy as np
+from ega.{module} import *
+try: {call}
 except ImportError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
