@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['migrate_collection', 'activate', 'active_vector', 'AdaptedCollection']
 
-# %% ../nbs/library/35_qdrant.ipynb #ea9e56e1
+# %% ../nbs/library/35_qdrant.ipynb #7b941519
 import warnings
 from typing import Any
 
@@ -15,7 +15,7 @@ from .arrays import InputError, check_positive_int, import_optional, short_repr
 from .index import as_search_transforms
 from .search import Neighbours
 
-# %% ../nbs/library/35_qdrant.ipynb #d2240992
+# %% ../nbs/library/35_qdrant.ipynb #1b0da487
 def _collection_info(client, collection):
     "What Qdrant says of a collection; `InputError` if there is none, or `client` is no client of Qdrant."
     if not isinstance(client, import_optional("qdrant_client", "qdrant").QdrantClient):
@@ -62,7 +62,7 @@ def _check_vector(info, vector, dim=None):
             "vectors made by another encoder?"
         )
 
-# %% ../nbs/library/35_qdrant.ipynb #df69dbb1
+# %% ../nbs/library/35_qdrant.ipynb #03ec96de
 def _raw_serves(info, vector, m):
     "Whether the raw vector can be searched: the adapter changes no document, and norms do not count in its distance."
     models = import_optional("qdrant_client.models", "qdrant")
@@ -106,7 +106,7 @@ def _all_points(client, collection, condition, names, batch_size):
         if offset is None:
             return
 
-# %% ../nbs/library/35_qdrant.ipynb #2bc7d25a
+# %% ../nbs/library/35_qdrant.ipynb #916f77ad
 def _write_adapted(client, collection, name, points, z):
     "Write the adapted vectors z (n, d') of points."
     models = import_optional("qdrant_client.models", "qdrant")
@@ -132,7 +132,7 @@ def _rewrite_changed(client, collection, name, m, vector, batch_size):
         if len(changed):
             _write_adapted(client, collection, name, [points[i] for i in changed], z[changed])
 
-# %% ../nbs/library/35_qdrant.ipynb #c6fe16f7
+# %% ../nbs/library/35_qdrant.ipynb #d690bf15
 def migrate_collection(
     client: Any,
     collection: str,
@@ -218,7 +218,7 @@ def migrate_collection(
         written += len(points)
     return name
 
-# %% ../nbs/library/35_qdrant.ipynb #1b3e7221
+# %% ../nbs/library/35_qdrant.ipynb #0e97a34c
 def activate(
     client: Any,  # QdrantClient
     collection: str,
@@ -253,7 +253,7 @@ def active_vector(
     name = _metadata(info, "ega_active", vector)
     return vector if name is None else name
 
-# %% ../nbs/library/35_qdrant.ipynb #87e983b2
+# %% ../nbs/library/35_qdrant.ipynb #ac649190
 def _check_active(info, name, vector, m):
     "Raise `InputError` unless the active vector is what the document side of an adapter returns."
     if name == vector:
@@ -283,7 +283,7 @@ def _ids(points):
         raise InputError(f"integer ids must fit in int64, got {max(ids)}; search with the method points")
     return np.array(ids, np.int64)
 
-# %% ../nbs/library/35_qdrant.ipynb #60cabb3c
+# %% ../nbs/library/35_qdrant.ipynb #e82246e4
 class AdaptedCollection:
     """A Qdrant collection that adapts raw queries and searches the active vector.
 
@@ -307,6 +307,21 @@ class AdaptedCollection:
     --------
     migrate_collection : Makes the adapted vectors.
     ega.lance.AdaptedTable : The same for LanceDB.
+
+    Examples
+    --------
+    An adapter that changes queries alone, here nothing, searches the raw vectors:
+
+    >>> import numpy as np
+    >>> from qdrant_client import QdrantClient, models
+    >>> from ega.qdrant import AdaptedCollection
+    >>> client = QdrantClient(":memory:")
+    >>> cosine = models.VectorParams(size=2, distance=models.Distance.COSINE)
+    >>> done = client.create_collection("texts", vectors_config=cosine)
+    >>> done = client.upsert("texts", [models.PointStruct(id=7, vector=[1.0, 0.0], payload={"title": "a"})])
+    >>> collection = AdaptedCollection(client, "texts", np.eye(2))
+    >>> collection.search([[0.6, 0.8]]).I.tolist(), collection.points([[0.6, 0.8]])[0][0].payload
+    ([[7]], {'title': 'a'})
     """
 
     def __init__(self, client: Any, collection: str, adapter: Any, *, vector: str = ""):

@@ -678,6 +678,7 @@ def test_a_number_is_no_generator():
     [
         ("langchain", "AdaptedEmbeddings(None, None)", "langchain_core"),
         ("llamaindex", "AdaptedEmbedding(None, None)", "llama_index"),
+        ("chroma", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb"),
         ("qdrant", "AdaptedCollection(None, 'texts', np.eye(2))", "qdrant_client"),
         ("qdrant", "migrate_collection(None, 'texts', np.eye(2))", "qdrant_client"),
     ],
