@@ -69,11 +69,11 @@ def _raw_serves(info, vector, m):
     return m.is_identity and _vector_params(info)[vector].distance == models.Distance.COSINE
 
 
-def _condition(vector, lacking=None):
-    "The Qdrant filter of points that have a vector and, if asked for, lack another one."
+def _condition(*vectors, lacking=None):
+    "The Qdrant filter of points that have vectors and, if asked for, lack another one."
     models = import_optional("qdrant_client.models", "qdrant")
     lacks = None if lacking is None else [models.HasVectorCondition(has_vector=lacking)]
-    return models.Filter(must=[models.HasVectorCondition(has_vector=vector)], must_not=lacks)
+    return models.Filter(must=[models.HasVectorCondition(has_vector=vector) for vector in vectors], must_not=lacks)
 
 
 def _vectors(points, name):
@@ -126,7 +126,7 @@ def _add_adapted_vector(client, collection, name, m, vector, batch_size):
 
 def _rewrite_changed(client, collection, name, m, vector, batch_size):
     "Adapt again the points whose adapted vector is not that of their raw vector, as after an update."
-    for points in _all_points(client, collection, _condition(name), [name, vector], batch_size):
+    for points in _all_points(client, collection, _condition(name, vector), [name, vector], batch_size):
         z = m.transform(_read_raw(points, vector))
         changed = np.flatnonzero(np.abs(_vectors(points, name) - z).max(1) > 1e-5)
         if len(changed):
@@ -202,7 +202,7 @@ def migrate_collection(
     _check_vector(info, vector, m.input_dim)
     if _raw_serves(info, vector, m):
         return vector
-    name = f"adapted_{m.fingerprint[:12]}"
+    name = f"{vector}_adapted_{m.fingerprint[:12]}" if vector else f"adapted_{m.fingerprint[:12]}"
     is_new = name not in _vector_params(info)
     if is_new:
         _add_adapted_vector(client, collection, name, m, vector, batch_size)

@@ -197,6 +197,26 @@ def test_a_refitted_query_side_needs_no_migration(client):
     assert np.array_equal(found.I, knn(two.transform_queries(xq), two.transform_documents(x), 3).I)
 
 
+def test_two_raw_vectors_are_adapted_apart():
+    "By the same adapter; a point that lacks one of them keeps the other."
+    client, cosine = QdrantClient(":memory:"), models.VectorParams(size=D, distance=COSINE)
+    client.create_collection("c", vectors_config={"title": cosine, "body": cosine})
+    rows = [models.PointStruct(id=i, vector={"title": x[i].tolist(), "body": x[-1 - i].tolist()}) for i in range(N)]
+    client.upsert("c", rows)
+    for _ in range(2):  # the second time nothing is left to do
+        names = [migrate_collection(client, "c", WHITENING, vector=vector) for vector in ("title", "body")]
+    assert len(set(names)) == 2
+    client.delete_vectors("c", ["body"], [4])
+    assert migrate_collection(client, "c", WHITENING, vector="body") == names[1]
+    for vector, name, rows in (("title", names[0], x), ("body", names[1], x[::-1])):
+        activate(client, "c", name, vector=vector)
+        m = as_transform(WHITENING)
+        found = AdaptedCollection(client, "c", WHITENING, vector=vector).search(xq, 3)
+        assert np.array_equal(found.I, knn(m.transform(xq), m.transform(rows), 3).I)
+    with pytest.raises(InputError, match="was not adapted by ega from the vector 'title'"):
+        activate(client, "c", names[1], vector="title")
+
+
 def test_ids_may_be_texts_and_a_collection_empty():
     uuids = [f"00000000-0000-0000-0000-{i:012d}" for i in range(N)]
     client = fill(QdrantClient(":memory:"), ids=uuids)
