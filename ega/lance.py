@@ -259,6 +259,7 @@ def migrate_table(
     remaining = np.inf if max_rows is None else check_positive_int(max_rows, "max_rows", minimum=0)
     m = as_search_transforms(adapter).documents
     column = f"adapted_{m.fingerprint[:12]}"
+    column = column if vector_column == "vector" else f"{vector_column}_{column}"  # two raw columns are adapted apart
     _check_table(table)
     table.checkout_latest()  # rows may have been added through another handle
     _check_columns(table, id_column, vector_column, m.input_dim)
@@ -289,10 +290,10 @@ def activate(
 ) -> None:
     "Make a column the active one."
     metadata = _column_metadata(table, column)
-    if column != vector_column and "ega_adapter" not in metadata:
+    if column != vector_column and metadata.get("ega_source") != vector_column:
         raise InputError(
-            f"column {column!r} holds no vectors adapted by ega; name the column that migrate_table returns, or "
-            f"{vector_column!r} to go back"
+            f"column {column!r} holds no vectors adapted by ega from {vector_column!r}; name the column that "
+            f"migrate_table returns, or {vector_column!r} to go back"
         )
     missing = table.count_rows(f"{column} IS NULL")
     if missing:

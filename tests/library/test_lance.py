@@ -3,6 +3,7 @@
 import cranfield
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -205,8 +206,6 @@ def test_columns_are_a_list_of_names(table, columns):
 
 
 def keyed_table(tmp_path, keys, vectors, kind=None):
-    import pyarrow as pa
-
     vectors = pa.array(vectors.tolist(), pa.list_(pa.float32(), D) if kind is None else kind)
     table = pa.table({"key": pa.array(keys), "v": vectors})
     return lancedb.connect(str(tmp_path / "keyed")).create_table("t", table)
@@ -326,7 +325,21 @@ def test_nothing_is_migrated_for_an_adapter_of_queries(documents):
 
 def pa_table(frame, schema):
     "A DataFrame of ids and vectors as an Arrow table with the types of another one."
-    import pyarrow as pa
-
     vectors = pa.array([v.tolist() for v in frame["vector"]], schema.field("vector").type)
     return pa.table({"id": frame["id"].tolist(), "vector": vectors})
+
+
+def test_two_raw_columns_are_adapted_apart(tmp_path):
+    "By the same adapter, each into a column of its own, which serves its raw column alone."
+    rows = pd.DataFrame({"id": range(N), "title": x.tolist(), "body": x[::-1].tolist()})
+    vector = pa.list_(pa.float32(), D)
+    schema = pa.schema([("id", pa.int64()), ("title", vector), ("body", vector)])
+    table = lancedb.connect(str(tmp_path)).create_table("two", pa.Table.from_pandas(rows, schema))
+    title, body = (migrate_table(table, WHITENING, vector_column=name) for name in ("title", "body"))
+    for raw, column, vectors in (("title", title, x), ("body", body, x[::-1])):
+        activate(table, column, raw)
+        found = AdaptedTable(table, WHITENING, vector_column=raw).search(xq, 3)
+        m = as_transform(WHITENING)
+        assert np.array_equal(found.I, knn(m.transform(xq), m.transform(vectors), 3).I)
+    with pytest.raises(InputError, match="no vectors adapted by ega from 'title'"):
+        activate(table, body, "title")
