@@ -143,8 +143,15 @@ TASKS = {
         *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter", "whiten_pairs")),
         *(f"relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
+    "Other libraries": (
+        *("langchain.AdaptedEmbeddings", "llamaindex.AdaptedEmbedding", "chroma.AdaptedEmbeddingFunction"),
+        *("qdrant.migrate_collection", "qdrant.AdaptedCollection"),
+    ),
     "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
 }
+
+# module -> package without which its classes cannot be used
+NEEDS = {"langchain": "langchain_core", "llamaindex": "llama_index", "qdrant": "qdrant_client", "chroma": "chromadb"}
 
 
 def tasks():

@@ -65,12 +65,17 @@ def _check_store_path(path):
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
 
 # %% ../nbs/library/30_cli.ipynb #e49d522c
-def _check_adapter(path):
-    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
+def _check_adapter(path, sides=1):
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights; sides=2: with pairs."
     from ega.arrays import InputError
 
     path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
     if path.is_dir():
+        if sides == 1 and (path / "adapter.queries.safetensors").is_file():
+            raise InputError(
+                f"{path}: this adapter was fitted on pairs and has two sides; give adapter.queries.safetensors or "
+                "adapter.documents.safetensors in this folder"
+            )
         if not _holds_adapter(path):
             raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
     elif not path.is_file():
@@ -202,7 +207,7 @@ def _check_update(args):
     from ega.arrays import InputError
     from ega.files import check_output
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_data(args)
     _check_description_file(args.adapter)
     if Path(args.out).exists():
@@ -214,7 +219,7 @@ def _check_update(args):
 
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_data_or_pairs(args)
     _check_description_file(args.adapter)
 
@@ -224,7 +229,7 @@ def _check_report(args):
     from ega.arrays import check_installed
     from ega.files import check_output
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_data(args)
     check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
     if args.out.endswith(".html"):
@@ -303,7 +308,7 @@ def _check_migrate(args):
     "Check the arguments of `ega migrate`."
     from ega.arrays import InputError
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
@@ -331,7 +336,7 @@ def _check_search(args):
     from ega.encoders import check_encoder
     from ega.vectors import check_embeddings_file
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_exists(args.store, _STORE)
     _check_store_path(args.store)
     if Path(args.store).suffix != ".lance":
@@ -907,6 +912,8 @@ def _migrate(args):
         print(json.dumps(result))
         return
     text = f"{result['rows']} rows in {result['version']}; active: {result['active'] or 'none'}"
+    if result["version"] == "vector" and not isinstance(args.activate, str):
+        text = f"the documents are not changed by this adapter, so there is nothing to migrate; {text}"
     if result["active"] != result["version"]:
         text += " (--activate activates the new ones)"
     if result["previous"] not in (None, result["active"]):
@@ -944,7 +951,7 @@ def _migrate_index(args, store):
 def _build_index(args, indexes):
     "Build the version of an adapter from --vectors; one that exists needs none. Returns its name."
     from ega.arrays import InputError
-    from ega.index import as_transform
+    from ega.index import as_search_transforms
 
     if args.vectors:
         return indexes.migrate(
@@ -954,7 +961,7 @@ def _build_index(args, indexes):
             index_factory=args.index_factory or "Flat",
             progress=_show_progress(args),
         )
-    version = as_transform(args.adapter).fingerprint[:16]
+    version = as_search_transforms(args.adapter).fingerprint[:16]
     if version not in indexes.versions():
         raise InputError(
             f"{indexes.folder} holds no version of this adapter, and a FAISS index does not keep the vectors to adapt; "

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import cranfield
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -357,6 +358,22 @@ def test_migrate_takes_the_column_that_is_named(store, call):
     assert [hit["id"] for hit in hits if hit["rank"] == 1] == list(range(len(x)))
     code, _, message = call("migrate", "a.safetensors", "db/t.lance", "--vectors", "two.parquet", "--column", "v")
     assert code == 2 and "--column has no effect for a LanceDB table" in message
+
+
+@pytest.mark.parametrize("place", ["db/cranfield.lance", "versions"])
+@pytest.mark.parametrize("side", ["query", "two"])
+def test_migrate_and_search_with_an_adapter_of_pairs(call, tmp_path, monkeypatch, place, side):
+    "Stored rows are adapted as documents, queries as queries; the adapter of queries alone leaves a table as it is."
+    pytest.importorskip("lancedb" if place.endswith("lance") else "faiss")
+    monkeypatch.chdir(tmp_path)
+    adapter, (zq, rows) = cranfield.fitted(side), (cranfield.XQ[:4], cranfield.FOLDER / "documents.parquet")
+    adapter.save("adapter")
+    np.save("queries.npy", zq)
+    code, out, _ = call("migrate", "adapter", place, "--vectors", rows, "--activate", "--quiet")
+    says = "the documents are not changed by this adapter, so there is nothing to migrate"
+    assert code == 0 and out.startswith(says) == (place != "versions" and side == "query")
+    hits = json.loads(call("search", "adapter", place, "queries.npy", "-k", "3", "--json")[1])
+    assert [hit["id"] for hit in hits] == cranfield.DOCUMENT_IDS[cranfield.exact(adapter, 3).I[:4]].ravel().tolist()
 
 
 def test_index_of_vectors_of_any_norm(store, call):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from importlib.util import find_spec
 
 import api
 import numpy as np
@@ -501,11 +502,73 @@ def make_calls(folder):
     }
 
 
+def make_store_calls(folder):
+    "The same for the main objects that need another library; nothing is made without it."
+    matrix, x = np.eye(8, dtype="float32"), normalize(np.random.default_rng(0).normal(size=(30, 8)))
+    path, adapters = str(save_adapter(LinearAdapter(8), folder / "stored.safetensors")), (*OBJECTS, torch.eye(8))
+
+    def langchain():
+        from langchain_core.embeddings import DeterministicFakeEmbedding
+
+        from ega.langchain import AdaptedEmbeddings
+
+        valid = dict(embeddings=DeterministicFakeEmbedding(size=8), adapter=matrix)
+        return [(AdaptedEmbeddings, valid, {"embeddings": OBJECTS, "adapter": adapters})]
+
+    def llamaindex():
+        from llama_index.core import MockEmbedding
+
+        from ega.llamaindex import AdaptedEmbedding
+
+        valid = dict(embedding=MockEmbedding(embed_dim=8), adapter=matrix)
+        return [(AdaptedEmbedding, valid, {"embedding": OBJECTS, "adapter": adapters})]
+
+    def chroma():
+        from chromadb.utils.embedding_functions import DefaultEmbeddingFunction
+
+        from ega.chroma import AdaptedEmbeddingFunction
+
+        valid = dict(function=DefaultEmbeddingFunction(), adapter=path)
+        return [(AdaptedEmbeddingFunction, valid, {"function": OBJECTS, "adapter": (*PATHS, "missing")})]
+
+    def collection():
+        from qdrant_client import QdrantClient, models
+
+        client = QdrantClient(":memory:")
+        client.create_collection("c", models.VectorParams(size=8, distance=models.Distance.COSINE))
+        client.upload_collection("c", vectors=x, ids=range(30))
+        wrong = {"client": OBJECTS, "collection": OBJECTS, "adapter": adapters, "vector": OBJECTS}
+        return dict(client=client, collection="c", adapter=matrix), wrong
+
+    def migration():
+        from ega.qdrant import migrate_collection
+
+        valid, wrong = collection()
+        return [(migrate_collection, valid, wrong | {"batch_size": NUMBERS, "max_rows": NUMBERS[1:]})]
+
+    def search():
+        from ega.qdrant import AdaptedCollection
+
+        valid, wrong = collection()
+        searched = AdaptedCollection(**valid)
+        return [
+            (AdaptedCollection, valid, wrong),
+            (searched.search, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
+            (searched.points, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
+        ]
+
+    names = {"langchain.AdaptedEmbeddings": langchain, "llamaindex.AdaptedEmbedding": llamaindex}
+    names |= {"chroma.AdaptedEmbeddingFunction": chroma}
+    names |= {"qdrant.migrate_collection": migration, "qdrant.AdaptedCollection": search}
+    return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name.partition(".")[0]])}
+
+
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
     for package in ("faiss", "onnx"):
         pytest.importorskip(package)
-    return make_calls(tmp_path_factory.mktemp("calls"))
+    folder = tmp_path_factory.mktemp("calls")
+    return make_calls(folder) | make_store_calls(folder)
 
 
 NOT_HERE = {"losses.supcon"}  # called in every step of a training; its arguments are checked where training begins
@@ -515,6 +578,8 @@ NAMES = [name for names in api.TASKS.values() for name in names if name not in N
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_argument_is_an_input_error(name, calls):
     "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
+    if package := api.NEEDS.get(name.partition(".")[0]):
+        pytest.importorskip(package)
     for function, valid, wrong in calls[name]:
         if valid is not None:
             function(**valid)

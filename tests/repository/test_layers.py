@@ -17,7 +17,7 @@ LIBRARY = [
     {"encoders", "closed_form", "training", "transform"},
     {"embed", "methods", "theory"},
     {"evaluation", "index", "relevance"},
-    {"selection", "lance", "monitor"},
+    {"selection", "lance", "langchain", "llamaindex", "qdrant", "chroma", "monitor"},
     {"pairs"},
     {"estimator", "gain"},
     {"report"},
