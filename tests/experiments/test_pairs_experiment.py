@@ -1,6 +1,7 @@
 "Peers that learn from pairs, against packages, brute force and values worked out by hand; the splits and one run."
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,7 @@ from ega.experiments.pairs import (
     nudge,
     train_in_batch,
 )
-from ega.relevance import RelevanceSet, ranking_metrics
+from ega.relevance import RelevanceSet, ranking_metrics, read_relevance_set
 
 
 def planted(n_documents=40, queries_each=2, d=12, seed=0):
@@ -202,3 +203,17 @@ def test_measured_rows_are_those_of_the_estimator():
     assert all(len(ndcg) == len(split.test_queries) for ndcg in rows.ndcg)
     assert np.array_equal(rows["query"]["frozen"], split.test_queries)
     assert np.array_equal(rows.cluster["frozen"], PAIRS[split.test_queries, 1])
+
+
+def test_a_stored_split_comes_out_again():
+    "One split of MED, the smallest set: the stored nDCG of every arm within a point in the mean over queries."
+    data = Path(__file__).resolve().parents[2] / "data"
+    key = {"set": "med", "kind": "document", "seed": 0, "n_queries": 0}
+    stored = pd.read_parquet(data / "results/pairs.parquet", filters=[(k, "==", v) for k, v in key.items()])
+    relevance = read_relevance_set(data / "packs/med__all_minilm_l6_v2")
+    rows = measure_split(relevance, make_split(relevance, "document", 0))
+    assert rows.arm.tolist() == stored.arm.tolist() and rows.choice.tolist() == stored.choice.tolist()
+    assert rows.is_default.tolist() == stored.is_default.tolist()
+    for new, old in zip(rows.ndcg, stored.ndcg):
+        assert abs(new.astype(float) - old.astype(float)).mean() < 100  # processors round differently
+    assert np.allclose(rows.unseen.dropna(), stored.unseen.dropna(), atol=0.5)
