@@ -24,7 +24,13 @@ LIBRARY = [
     {"cli"},
 ]
 EXPERIMENTS = [
-    {"experiments.protocols", "experiments.plots", "experiments.harness", "experiments.throughput"},
+    {
+        "experiments.protocols",
+        "experiments.plots",
+        "experiments.harness",
+        "experiments.throughput",
+        "experiments.pairs",
+    },
     {"experiments.runs"},
     {"experiments.grids", "experiments.summary", "experiments.benchmarks"},
     {"experiments.published", "experiments.tables", "experiments.claims"},
