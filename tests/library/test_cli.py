@@ -25,7 +25,7 @@ from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
 from ega.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
-from ega.packs import EmbeddingSet, write_pack
+from ega.packs import EmbeddingSet, read_pack, write_pack
 from ega.report import write_report
 from ega.search import knn
 from ega.vectors import read_embeddings, read_labels
@@ -1404,3 +1404,27 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_pa
     assert len(set(found)) == 1
     code, _, message = call("evaluate", "fit1", "queries.npy", "--pairs", "none.csv", "--documents", "documents.npy")
     assert code == 2 and "none.csv: no such file; expected a file of pairs" in message
+
+
+def test_from_texts_to_an_adapted_lancedb_search_in_five_commands(beir, tmp_path, monkeypatch, call):
+    pytest.importorskip("lancedb")
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    commands = (
+        f"embed {beir} --pairs --encoder all-MiniLM-L6-v2 -o set --dtype float32 --quiet",
+        "fit set --pairs --split train -o adapter",
+        "evaluate adapter set --pairs",
+        "migrate adapter store/documents.lance --vectors set/documents.parquet --activate",
+        "search adapter store/documents.lance set/queries.parquet -k 1 --json",
+    )
+    for command in commands:
+        code, out, message = call(*command.split())
+        assert code == 0, message
+    found = {hit["query"]: hit["id"] for hit in json.loads(out)}
+    adapter = EmbeddingAdapter.load("adapter")
+    queries, documents = (read_pack(f"set/{side}.parquet") for side in ("queries", "documents"))
+    nearest = knn(adapter.transform_queries(queries.x), adapter.transform_documents(documents.x), 1).I[:, 0]
+    assert found == dict(zip(queries.ids.tolist(), documents.ids[nearest].tolist()))
+    is_right = [found[f"q{i}"] == f"d{i // 2}" for i in range(64, 80)]
+    assert np.mean(is_right) > (knn(queries.x[64:], documents.x, 1).I[:, 0] == np.arange(64, 80) // 2).mean()
