@@ -140,7 +140,7 @@ TASKS = {
     ),
     "Queries and documents": (
         *(f"relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
-        *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter", "whiten_pairs")),
+        *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter")),
         *(f"relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
     "Other libraries": (

@@ -1282,7 +1282,7 @@ def _selection_arguments(add):
         help="folds compared in parallel; -1 for all cores, -2 for all but one (default: one after the other)",
     )
 
-
+# %% ../nbs/library/30_cli.ipynb #f6064d59
 def _fit_arguments(command):
     "Arguments of `ega fit`."
     _data_arguments(command)

@@ -945,10 +945,10 @@ class _PairsMixin:
     ) -> "EmbeddingAdapter":
         """Select an adapter for queries and documents, then fit it on all pairs.
 
-        Each query is held out once together with the documents that are relevant to it. A candidate passes the
-        safety check if queries for such new documents lose at most `max_unseen_loss` points of nDCG@10, and among
-        those the one with the largest gain is selected: the mean of the changes for known and for new documents,
-        weighted by `unseen_share`.
+        Each query is held out once together with the documents that are relevant to it, and once alone, so that
+        queries for new and for known documents are compared. A candidate passes the safety check if queries for new
+        documents lose at most `max_unseen_loss` points of nDCG@10, and among those the one with the largest gain is
+        selected: the mean of the changes for known and for new documents, weighted by `unseen_share`.
 
         Parameters
         ----------

@@ -354,7 +354,7 @@ def _squared_distances(found):
     "Found rows with the squared L2 between unit rows in place of 1 - cosine, which is half of it."
     import pyarrow as pa
 
-    distances = pa.array(2 * found["_distance"].to_numpy())
+    distances = pa.array(2 * found["_distance"].to_numpy().clip(min=0))  # rounding makes 1 - cosine negative
     return found.set_column(found.schema.get_field_index("_distance"), "_distance", distances)
 
 # %% ../nbs/library/27_lance.ipynb #7a69d54a

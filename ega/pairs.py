@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'PAIR_CANDIDATES', 'MAX_DOCUMENTS', 'PairWhitening', 'whiten_pairs', 'PairConfig', 'pair_candidates',
-           'pair_objective', 'check_negatives', 'find_negatives', 'PairPath', 'fit_pair_path', 'DocumentFold',
-           'leave_documents_out', 'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
+           'pair_objective', 'check_negatives', 'find_negatives', 'PairPath', 'fit_pair_path', 'PairFold', 'pair_folds',
+           'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
 
 # %% ../nbs/library/32_pairs.ipynb #7b0564cd
 import time
@@ -422,7 +422,7 @@ def _train_side(config, queries, documents, pairs, negatives, whitening, device,
     )
     return adapter.cpu().eval()
 
-
+# %% ../nbs/library/32_pairs.ipynb #77e7317b
 @limit_threads()
 def fit_pair_path(
     config: PairConfig,
@@ -460,52 +460,52 @@ def fit_pair_path(
     return PairPath(AdapterPath(merge_query(adapter), merge_query()), document, True)
 
 # %% ../nbs/library/32_pairs.ipynb #47462d7b
-class DocumentFold(NamedTuple):
-    "What is fitted and what is asked when documents are left out."
+class PairFold(NamedTuple):
+    "What is fitted on and which held-out queries are searched with."
 
     train_pairs: np.ndarray  # (m, 3)
-    known: np.ndarray  # query rows with a relevant document in a training pair; not fitted on
+    known: np.ndarray  # query rows with a relevant document in a training pair
     new: np.ndarray  # query rows without one
 
 
-def _split_fold(pairs, relevant, held_queries, groups, is_known_query):
-    "The fold that holds out some queries and the groups of all their documents."
-    held_groups = np.unique(groups[relevant[np.isin(relevant[:, 0], held_queries), 1]])
-    is_held = np.isin(groups[pairs[:, 1]], held_groups)
-    train = ~is_held & ~np.isin(pairs[:, 0], held_queries) & ~is_known_query[pairs[:, 0]]
-    train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
-    named = np.isin(groups[relevant[:, 1]], groups[train_pairs[:, 1]])
-    known = np.unique(relevant[named & is_known_query[relevant[:, 0]] & ~np.isin(relevant[:, 0], held_queries), 0])
-    return DocumentFold(train_pairs, known, np.setdiff1d(held_queries, relevant[named, 0]))
+def _hold_out(pairs, relevant, held, groups, with_documents):
+    "The fold that holds out some queries, and the groups of all their documents where `with_documents`."
+    is_held = np.isin(pairs[:, 0], held)
+    of_held = relevant[np.isin(relevant[:, 0], held)]
+    if with_documents:
+        is_held |= np.isin(groups[pairs[:, 1]], groups[of_held[:, 1]])
+    train_pairs = pairs[~is_held]
+    train_pairs = train_pairs[np.isin(train_pairs[:, 0], queries_with_relevant(train_pairs))]
+    known = np.unique(of_held[np.isin(groups[of_held[:, 1]], groups[train_pairs[:, 1]]), 0])
+    return PairFold(train_pairs, known, np.setdiff1d(held, known))
 
 
-def leave_documents_out(
+def pair_folds(
     pairs: np.ndarray,  # (m, 3): query row, document row, grade
     groups: np.ndarray,  # (n_documents,) group of each document
     rng: np.random.Generator,
     *,
-    n_folds: int = 4,  # parts of the queries, each held out once with its documents
-    known_fraction: float = 0.25,  # share of the other queries that is held out in a fold
-    max_queries: int = 1000,  # of each kind in a fold, drawn at random
-) -> list[DocumentFold]:
-    "Divide the queries so that each is held out in one fold, together with the documents that are relevant to it."
+    n_folds: int = 4,  # parts of the queries
+    max_queries: int = 1000,  # in a fold, drawn at random
+) -> list[PairFold]:  # n_folds for new documents, then up to n_folds for known ones
+    "Divide the queries, and hold each part out with the documents that are relevant to it, and without."
     check_generator(rng)
     rows, relevant = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0]
     if len(rows) < n_folds:
         raise InputError(f"{n_folds} folds need as many queries with a relevant document, got {len(rows)}; add pairs")
-    folds = []
-    for held in np.array_split(rng.permutation(rows), n_folds):
-        is_known_query = np.zeros(pairs[:, 0].max() + 1, bool)
-        others = np.setdiff1d(rows, held)
-        is_known_query[rng.permutation(others)[: int(known_fraction * len(others))]] = True
-        fold = _split_fold(pairs, relevant, held, groups, is_known_query)
-        if not len(fold.train_pairs) or not len(fold.new):
+    parts, nothing, folds = np.array_split(rng.permutation(rows), n_folds), np.empty(0, np.int64), []
+    for held in parts:
+        fold = _hold_out(pairs, relevant, held, groups, True)
+        if not len(fold.train_pairs):
             raise InputError(
                 "no training pair is left when a part of the queries is held out with its documents; give more and "
                 "smaller groups, or pairs whose documents differ"
             )
-        draw = (np.sort(rng.permutation(part)[:max_queries]) for part in fold[1:])
-        folds.append(DocumentFold(fold.train_pairs, *draw))
+        folds.append(fold._replace(new=np.sort(rng.permutation(fold.new)[:max_queries])))
+    for held in parts:
+        fold = _hold_out(pairs, relevant, held, groups, False)
+        if len(fold.known):
+            folds.append(fold._replace(known=np.sort(rng.permutation(fold.known)[:max_queries]), new=nothing))
     return folds
 
 # %% ../nbs/library/32_pairs.ipynb #fe4bf73d
@@ -524,7 +524,7 @@ def compare_pairs_on_fold(
     queries: np.ndarray,  # (nq, d) unit rows
     documents: np.ndarray,  # (nd, d) unit rows
     pairs: np.ndarray,  # (m, 3)
-    fold: DocumentFold,
+    fold: PairFold,
     candidates: dict[str, PairConfig],
     *,
     strengths: Sequence[float] = STRENGTHS,
@@ -645,13 +645,13 @@ def select_pair_adapter(
     device: "torch.device | str | None" = None,
     progress: "FitProgress | None" = None,
 ) -> Selection:
-    """Select an adapter for queries and documents, and its strength, by leaving documents out.
+    """Select an adapter for queries and documents, and its strength, by leaving queries and documents out.
 
-    Each query is held out once together with the documents that are relevant to it. Every candidate is fitted on
-    the remaining pairs and compared with the frozen embeddings on queries for documents that these pairs name and
-    on queries for the documents that were held out. Among the candidates that lose at most `max_unseen_loss`
-    points of nDCG@10 on the latter, the one with the largest gain is selected; the frozen embeddings if there is
-    none.
+    Each query is held out once together with the documents that are relevant to it, and once alone. Every candidate
+    is fitted on the remaining pairs and compared with the frozen embeddings: on queries for new documents, those that
+    were held out, and on queries for known documents, those that the remaining pairs name. Among the candidates that
+    lose at most `max_unseen_loss` points of nDCG@10 on new documents, the one with the largest gain is selected; the
+    frozen embeddings if there is none.
 
     Parameters
     ----------
@@ -671,8 +671,20 @@ def select_pair_adapter(
         Points of nDCG@10 that queries for new documents may lose, at least 0.
     unseen_share : float, default=0.5
         Share of the queries that is expected to ask for new documents, in [0, 1].
-    confidence, strengths, n_folds, random_state, n_jobs, device, progress
-        As in `ega.selection.select_adapter`.
+    confidence : float, default=0.95
+        Confidence of the one-sided lower bounds, in [0.5, 1), for one candidate and strength named in advance.
+    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
+        Strengths in [0, 1] at which each candidate is compared; for side "two" 0 is its whitening.
+    n_folds : int, default=4
+        Number of parts of the queries, each held out twice.
+    random_state : int, default=0
+        Seed of the folds, the training and the bootstrap.
+    n_jobs : int or None, default=None
+        Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores.
+    device : torch.device, str or None, default=None
+        Where to train and transform. None: CUDA when there is one, else the CPU.
+    progress : FitProgress, optional
+        The bar to draw, opened by ``with FitProgress() as progress:``.
 
     Returns
     -------
@@ -725,9 +737,9 @@ def select_pair_adapter(
         return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_clusters)
     kept = _compared_documents(pairs, negatives, len(documents), rngs.split)
     documents, pairs, groups, negatives = _keep_documents(documents, pairs, groups, negatives, kept)
-    folds = leave_documents_out(pairs, groups, rngs.split, n_folds=n_folds)
+    folds = pair_folds(pairs, groups, rngs.split, n_folds=n_folds)
     progress = check_progress(progress)
-    progress.add_steps(n_folds * len(candidates))
+    progress.add_steps(len(folds) * len(candidates))
     compare = partial(
         compare_pairs_on_fold,
         as_unit_rows(queries, "queries"),
@@ -812,9 +824,9 @@ def evaluate_pairs(
     >>> import numpy as np
     >>> from ega import EmbeddingAdapter
     >>> from ega.pairs import evaluate_pairs
-    >>> documents = np.eye(8)
-    >>> pairs = np.column_stack([np.arange(8), np.arange(8)])
-    >>> adapter = EmbeddingAdapter().fit_pairs(documents, documents, pairs[:6])
+    >>> documents = np.eye(12)
+    >>> pairs = np.column_stack([np.arange(12), np.arange(12)])
+    >>> adapter = EmbeddingAdapter().fit_pairs(documents, documents, pairs[:8])
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """

@@ -318,9 +318,8 @@ def _safety_check(row, max_unseen_loss, confidence, seen_name, unseen_name):
         )
     if failures:
         return "fail", "; ".join(failures)
-    return "pass", (
-        f"{seen_name} {row.seen:+.1f} points, {unseen_name} {row.unseen:+.1f} (lower bound {row.unseen_bound:+.1f})"
-    )
+    seen = "" if seen_name == unseen_name else f"{seen_name} {row.seen:+.1f} points, "
+    return "pass", f"{seen}{unseen_name} {row.unseen:+.1f} (lower bound {row.unseen_bound:+.1f})"
 
 # %% ../nbs/library/23_selection.ipynb #decide
 def score_candidates(

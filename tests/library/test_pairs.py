@@ -19,8 +19,8 @@ from ega.pairs import (
     evaluate_pairs,
     find_negatives,
     fit_pair_path,
-    leave_documents_out,
     pair_candidates,
+    pair_folds,
     pair_objective,
     select_pair_adapter,
     whiten_pairs,
@@ -196,19 +196,28 @@ def test_configurations_that_contradict_themselves_are_refused():
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_folds_hold_out_documents(group_size):
     groups = np.arange(60) // group_size
-    folds = leave_documents_out(PAIRS, groups, np.random.default_rng(0), n_folds=3)
+    folds = pair_folds(PAIRS, groups, np.random.default_rng(0), n_folds=3)
+    assert [bool(len(fold.new)) for fold in folds] == [True] * 3 + [False] * 3
     for fold in folds:
         named = set(groups[fold.train_pairs[:, 1]])
         fitted = set(fold.train_pairs[:, 0])
         assert not named & set(groups[PAIRS[fold.new, 1]]) and set(groups[PAIRS[fold.known, 1]]) <= named
-        assert not fitted & {*fold.known, *fold.new} and len(fold.known)
+        assert not fitted & {*fold.known, *fold.new} and bool(len(fold.known)) != bool(len(fold.new))
     if group_size == 1:
         assert sorted(np.concatenate([fold.new for fold in folds])) == list(range(120))
+        assert len(folds[3].train_pairs) == 80 > len(folds[0].train_pairs)
+    asked = np.concatenate([fold.known for fold in folds])
+    assert len(asked) == len(set(asked)) > 60
+
+
+def test_documents_of_one_query_give_no_fold_for_known_documents():
+    _, _, pairs = planted(queries_each=1)
+    assert len(pair_folds(pairs, np.arange(60), np.random.default_rng(0))) == 4
 
 
 def test_one_group_of_all_documents_is_refused():
     with pytest.raises(InputError, match="no training pair is left"):
-        leave_documents_out(PAIRS, np.zeros(60, int), np.random.default_rng(0))
+        pair_folds(PAIRS, np.zeros(60, int), np.random.default_rng(0))
 
 
 # Selection

@@ -451,14 +451,12 @@ def make_calls(folder):
                 | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
             ),
         ],
-        "pairs.whiten_pairs": [
+        "pairs.select_pair_adapter": [
             (
                 whiten_pairs,
                 pairs,
                 {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "shrinkage": (*NUMBERS, 0)},
             ),
-        ],
-        "pairs.select_pair_adapter": [
             (
                 select_pair_adapter,
                 pairs | {"candidates": {"both": PairConfig("both", 0.5)}, "strengths": (1.0,)},
