@@ -730,10 +730,12 @@ def _describe_update(present, adapter, estimate):
 
 def _update(args):
     "Add rows to an adapter or remove them, and save it."
-    from ega.arrays import defer_sigint
+    from ega.arrays import InputError, defer_sigint
     from ega.estimator import EmbeddingAdapter, estimate_update
 
     adapter = EmbeddingAdapter.load(args.adapter).set_params(device=args.device)
+    if not hasattr(adapter, "classes_"):
+        raise InputError(f"{args.adapter}: this adapter was fitted on pairs; fit it again with all pairs")
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     present, estimate = copy.copy(adapter), None

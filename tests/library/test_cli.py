@@ -1370,6 +1370,7 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
     for args, words in (
         (("evaluate", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
         (("report", "fitted", "set/queries.parquet"), "ega evaluate --pairs"),
+        (("update", "fitted", "set/queries.parquet", "-o", "other"), "fit it again with all pairs"),
         (("fit", "set", "-o", "other"), "this folder holds queries, documents and pairs; add --pairs"),
         (("fit", "set", "--pairs", "--split", "dev", "-o", "other"), "theirs are: test, train"),
         (("fit", "set", "--pairs", "--documents", "d.npy", "-o", "other"), "no effect where the source is a folder"),
