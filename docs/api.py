@@ -123,7 +123,9 @@ TASKS = {
         "arrays.normalize",
         "vectors.check_same_order",
     ),
-    "Select and fit an adapter": ("estimator.EmbeddingAdapter", "selection.select_adapter", "methods.fit_adapter"),
+    "Select and fit an adapter": (
+        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "selection.select_adapter", "methods.fit_adapter"),
+    ),
     "Adapters and closed forms": (
         *(f"adapters.{name}" for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")),
         *(
@@ -136,15 +138,20 @@ TASKS = {
         *("evaluation.evaluate", "search.knn", "search.ivf_sweep", "metrics.lp_at_k", "metrics.ar_at_k"),
         *("statistics.bootstrap", "report.write_report"),
     ),
-    "Queries and documents": tuple(
-        f"relevance.{name}"
-        for name in (
-            *("read_pairs", "read_beir", "embed_relevance", "RelevanceSet", "split_by_query", "split_by_document"),
-            "evaluate_ranking",
-        )
+    "Queries and documents": (
+        *(f"relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
+        *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter")),
+        *(f"relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
+    ),
+    "Other libraries": (
+        *("langchain.AdaptedEmbeddings", "llamaindex.AdaptedEmbedding", "chroma.AdaptedEmbeddingFunction"),
+        *("qdrant.migrate_collection", "qdrant.AdaptedCollection"),
     ),
     "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
 }
+
+# module -> package without which its classes cannot be used
+NEEDS = {"langchain": "langchain_core", "llamaindex": "llama_index", "qdrant": "qdrant_client", "chroma": "chromadb"}
 
 
 def tasks():

@@ -9,6 +9,7 @@ __all__ = [
     "EmbeddingSet",
     "InputError",
     "Monitor",
+    "estimate_gain",
     "evaluate",
     "normalize",
     "read_pack",
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # editors and type checkers see the names; nothing is importe
     from .arrays import InputError, normalize
     from .estimator import EmbeddingAdapter
     from .evaluation import evaluate
+    from .gain import estimate_gain
     from .index import AdaptedIndex
     from .monitor import Monitor
     from .packs import EmbeddingSet, read_pack, write_pack
@@ -29,6 +31,7 @@ _MODULE_OF = {
     "EmbeddingSet": "packs",
     "InputError": "arrays",
     "Monitor": "monitor",
+    "estimate_gain": "gain",
     "evaluate": "evaluation",
     "normalize": "arrays",
     "read_pack": "packs",

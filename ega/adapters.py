@@ -567,7 +567,8 @@ def merge_linear(
     adapter: LinearAdapter | LoRAAdapter | None = None,  # trained on u, without a bias; None: the closed form alone
     *,
     mean: np.ndarray | None = None,  # (d,) of the closed form; None: zeros
-    x: np.ndarray,  # (n, d) unit rows that set the scale: the mean norm of (x - mean) @ matrix becomes 1
+    x: np.ndarray | None = None,  # (n, d) unit rows that set the scale: the mean norm of (x - mean) @ matrix becomes 1
+    norm: float | None = None,  # instead of x: the mean norm itself
 ) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0; with a bias where the mean is not zero
     "Merge a closed form and the linear adapter trained on its output into one LinearAdapter."
     d, k = matrix.shape
@@ -579,8 +580,11 @@ def merge_linear(
         raise InputError("an adapter with a bias cannot be merged: u has norm 1, and b would be added after that")
     mean = np.zeros(d) if mean is None else np.asarray(mean, np.float64)
     # The normalisation removes a common factor of A, but scale_residual adds x to A x, so the factor must be fixed.
-    centred = check_embeddings(x, dim=d) - mean.astype(np.float32)
-    matrix = matrix / np.linalg.norm(centred @ matrix, axis=1).mean()
+    if (x is None) == (norm is None):
+        raise InputError("merge_linear needs either rows x or a norm, which set the scale; give one of them")
+    if x is not None:
+        norm = np.linalg.norm((check_embeddings(x, dim=d) - mean.astype(np.float32)) @ matrix, axis=1).mean()
+    matrix = matrix / norm
     A = np.zeros((d, d))
     A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
     linear = LinearAdapter(d, bias=bool(mean.any()))

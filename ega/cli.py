@@ -7,6 +7,7 @@ __all__ = ['ADAPTER_HELP', 'MATRIX_COLUMN_HELP', 'parser', 'run_command', 'main'
 
 # %% ../nbs/library/30_cli.ipynb #a766db28
 import argparse
+import copy
 import errno
 import io
 import json
@@ -50,22 +51,32 @@ def _check_folder_name(path):
         raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
 
 
+def _holds_adapter(folder):
+    "Whether a folder holds the weights of an adapter, or those of queries and documents."
+    return any((Path(folder) / f"adapter{side}.safetensors").is_file() for side in ("", ".queries"))
+
+
 def _check_store_path(path):
     "Raise `InputError` if there is a file or an adapter where a store should be."
     from ega.arrays import InputError
 
-    is_adapter = (Path(path) / "adapter.safetensors").is_file()
+    is_adapter = _holds_adapter(path)
     if Path(path).exists() and not Path(path).is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
 
 # %% ../nbs/library/30_cli.ipynb #e49d522c
-def _check_adapter(path):
-    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
+def _check_adapter(path, sides=1):
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights; sides=2: with pairs."
     from ega.arrays import InputError
 
     path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
     if path.is_dir():
-        if not (path / "adapter.safetensors").is_file():
+        if sides == 1 and (path / "adapter.queries.safetensors").is_file():
+            raise InputError(
+                f"{path}: this adapter was fitted on pairs and has two sides; give adapter.queries.safetensors or "
+                "adapter.documents.safetensors in this folder"
+            )
+        if not _holds_adapter(path):
             raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
     elif not path.is_file():
         raise InputError(f"{path}: no such adapter; {expected}")
@@ -122,6 +133,37 @@ def _check_data(args):
             raise InputError(f"{args.labels}: no such file of labels; {_ONE_VALUE}")
         check_labels_file(args.labels)
 
+# %% ../nbs/library/30_cli.ipynb #496144a1
+def _check_data_or_pairs(args):
+    "Check the data of `ega fit` and `ega evaluate`: embeddings and labels, or queries, documents and pairs."
+    from ega.arrays import InputError
+
+    flags = {"--documents": args.documents, "--split": args.split, "--side": getattr(args, "side", None)}
+    if args.pairs is None:
+        _refuse(flags, "without --pairs")
+        if (Path(args.source) / "qrels.tsv").is_file():
+            raise InputError(f"{args.source}: this folder holds queries, documents and pairs; add --pairs")
+        _check_data(args)
+        return
+    given = {"labels": args.labels, "--label-column": args.label_column, "--unlabelled": args.unlabelled}
+    _refuse(given, "with --pairs")
+    if Path(args.source).is_dir():
+        _refuse({"--documents": args.documents, "--column": args.column}, "where the source is a folder")
+        if args.pairs is not True:
+            raise InputError(f"{args.source} is a folder with pairs of its own; leave out the file behind --pairs")
+        return
+    if args.pairs is True or args.documents is None:
+        raise InputError(
+            f"{args.source}: expected the folder that `ega embed` writes for queries and documents; for embeddings of "
+            "queries alone name the others: --documents FILE --pairs FILE"
+        )
+    from ega.vectors import check_embeddings_file
+
+    for path in (args.source, args.documents):
+        check_embeddings_file(path, args.column)
+        _check_not_adapted(path, args.column)
+    _check_exists(args.pairs, "a file of pairs")
+
 # %% ../nbs/library/30_cli.ipynb #check-fit
 def _check_fit(args):
     "Check the arguments of `ega fit`."
@@ -129,18 +171,20 @@ def _check_fit(args):
     from ega.config import check_method
     from ega.files import check_output
 
-    if args.method != "auto":
+    if args.pairs is not None:
+        _refuse({"--method": None if args.method == "auto" else args.method}, "with --pairs; use --side")
+    elif args.method != "auto":
         check_method(args.method, list_all=True)
-    elif args.max_unseen_loss is None:
+    elif args.max_unseen_loss is None and args.pairs is None:
         raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
     if args.max_unseen_loss is None:
         flags = {"--unseen-share": args.unseen_share, "--confidence": args.confidence, "--n-jobs": args.n_jobs}
         _refuse(flags, "with --max-unseen-loss none, which compares nothing")
-    _check_data(args)
+    _check_data_or_pairs(args)
     if not Path(args.out).is_file():
         _check_folder_name(args.out)
     folder = check_output(args.out, overwrite=args.overwrite)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "adapter.safetensors").is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not _holds_adapter(folder):
         raise InputError(f"{folder}: this folder holds files and no adapter to replace; choose another name")
     _check_device(args.device)
 
@@ -158,10 +202,25 @@ def _check_description_file(path):
         )
 
 
+def _check_update(args):
+    "Check the arguments of `ega update`."
+    from ega.arrays import InputError
+    from ega.files import check_output
+
+    _check_adapter(args.adapter, sides=2)
+    _check_data(args)
+    _check_description_file(args.adapter)
+    if Path(args.out).exists():
+        raise InputError(f"{args.out} exists already; name a new folder, so that the present adapter is kept")
+    _check_folder_name(args.out)
+    check_output(args.out)
+    _check_device(args.device)
+
+
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
-    _check_adapter(args.adapter)
-    _check_data(args)
+    _check_adapter(args.adapter, sides=2)
+    _check_data_or_pairs(args)
     _check_description_file(args.adapter)
 
 # %% ../nbs/library/30_cli.ipynb #12afecd1
@@ -170,7 +229,7 @@ def _check_report(args):
     from ega.arrays import check_installed
     from ega.files import check_output
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_data(args)
     check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
     if args.out.endswith(".html"):
@@ -198,8 +257,13 @@ def _check_embed(args):
         _check_exists(args.source, "a folder of images, an .npz archive or a .csv")
     if args.per_class is None:
         _refuse({"--seed": args.seed}, "without --per-class")
+    if args.pairs:
+        _refuse({"--dataset": args.dataset, "--processes": args.processes or None}, "with --pairs")
+    else:
+        flags = {"--query-prefix": args.query_prefix, "--document-prefix": args.document_prefix}
+        _refuse(flags, "without --pairs")
     check_encoder(args.encoder)
-    endings = (".parquet",) if args.out.endswith(".parquet") else ()
+    endings = (".parquet",) if args.out.endswith(".parquet") and not args.pairs else ()
     if not endings:
         _check_folder_name(args.out)
     check_output(args.out, endings=endings, overwrite=args.overwrite or not endings)
@@ -244,7 +308,7 @@ def _check_migrate(args):
     "Check the arguments of `ega migrate`."
     from ega.arrays import InputError
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
@@ -272,7 +336,7 @@ def _check_search(args):
     from ega.encoders import check_encoder
     from ega.vectors import check_embeddings_file
 
-    _check_adapter(args.adapter)
+    _check_adapter(args.adapter, sides=2)
     _check_exists(args.store, _STORE)
     _check_store_path(args.store)
     if Path(args.store).suffix != ".lance":
@@ -295,7 +359,7 @@ def _check_info(args):
     if not path.exists():
         raise InputError(f"{path}: no such file; expected {expected}")
     if path.is_dir():
-        if not (path / "adapter.safetensors").is_file():
+        if not _holds_adapter(path):
             raise InputError(f"{path}: this folder holds no adapter; expected {expected}")
         _check_description_file(path)
     elif path.suffix not in (".parquet", ".safetensors") or not path.is_file():
@@ -328,14 +392,18 @@ def _describe_adapter(path):
 
     adapter = EmbeddingAdapter.load(path)
     selection = adapter.selection_
+    fitted_on = {"rows": len(adapter.fit_row_hashes_)}
+    if hasattr(adapter, "classes_"):
+        fitted_on = {"classes": len(adapter.classes_)} | fitted_on
+    else:
+        fitted_on = {"queries": fitted_on["rows"], "documents": len(adapter.fit_document_hashes_)}
     return {
         "method": selection.method,
         "strength": selection.strength,
         "reason": selection.reason,
         "max_unseen_loss": adapter.max_unseen_loss,
         "dim": adapter.n_features_in_,
-        "classes": len(adapter.classes_),
-        "rows": len(adapter.fit_row_hashes_),
+        **fitted_on,
         "fingerprint": adapter.fingerprint_,
     }
 
@@ -352,11 +420,41 @@ def _info(args):
         print(f"{name:>{width}}  {value}")
 
 # %% ../nbs/library/30_cli.ipynb #embed
+def _load_encoder(args):
+    "The encoder that the arguments name."
+    from ega.encoders import load_encoder
+
+    return load_encoder(args.encoder, weights=args.weights, device=args.device, precision=args.precision)
+
+
+def _embed_pairs(args):
+    "Encode queries and documents and write a folder of both with their pairs."
+    from ega.relevance import embed_relevance, read_beir, read_text_pairs
+
+    texts = read_beir(args.source) if Path(args.source).is_dir() else read_text_pairs(args.source)
+    relevance = embed_relevance(
+        texts,
+        _load_encoder(args),
+        args.out,
+        query_prefix=args.query_prefix,
+        document_prefix=args.document_prefix,
+        batch_size=args.batch_size,
+        dtype=args.dtype,
+        on_error=args.on_error,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+    )
+    numbers = (len(relevance.queries), len(relevance.documents), len(relevance.pairs))
+    print("{:,} queries, {:,} documents, {:,} pairs in ".format(*numbers) + args.out)
+
+
 def _embed(args):
-    "Encode images or texts and write a pack."
+    "Encode images or texts and write a pack; with --pairs queries and documents."
+    if args.pairs:
+        _embed_pairs(args)
+        return
     from ega.datasets import open_dataset, open_input_source
     from ega.embed import embed
-    from ega.encoders import load_encoder
 
     if args.dataset:
         source = open_dataset(
@@ -369,7 +467,7 @@ def _embed(args):
         )
     else:
         source = open_input_source(args.source)
-    encoder = load_encoder(args.encoder, weights=args.weights, device=args.device, precision=args.precision)
+    encoder = _load_encoder(args)
     result = embed(
         source,
         encoder,
@@ -434,6 +532,43 @@ def _check_width(path, x, adapter):
 def _show_progress(args):
     return not args.quiet and sys.stderr.isatty()
 
+# %% ../nbs/library/30_cli.ipynb #aa1a1e85
+def _read_named(path, column):
+    "Embeddings of a file, and the id and split of each row; the ids are row numbers where the file has none."
+    import numpy as np
+
+    from ega.packs import read_pack
+    from ega.vectors import open_vectors, read_embeddings
+
+    if path.endswith(".parquet") and open_vectors(path, column=column).pack:
+        es = read_pack(path)
+        return es.x, es.ids.tolist(), es.split
+    x = read_embeddings(path, column)[0]
+    return x, [str(row) for row in range(len(x))], np.full(len(x), "")
+
+
+def _read_pair_inputs(args):
+    "Embeddings of queries and documents, and pairs of their row numbers, from a folder or from three files."
+    import numpy as np
+
+    from ega.arrays import InputError
+    from ega.relevance import match_pairs, read_pairs, read_relevance_set
+
+    if Path(args.source).is_dir():
+        relevance = read_relevance_set(args.source)
+        queries, documents, pairs = relevance.queries.x, relevance.documents.x, relevance.pairs
+        splits = relevance.queries.split
+    else:
+        queries, query_ids, splits = _read_named(args.source, args.column)
+        documents, document_ids, _ = _read_named(args.documents, args.column)
+        pairs = match_pairs(read_pairs(args.pairs), query_ids, document_ids)
+    if args.split is not None:
+        if args.split not in splits:
+            names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
+            raise InputError(f"--split {args.split}: the queries have no such split; theirs are: {names}")
+        pairs = pairs[np.asarray(splits)[pairs[:, 0]] == args.split]
+    return queries, documents, pairs
+
 # %% ../nbs/library/30_cli.ipynb #1b02332a
 def _wrap(text, **options):
     "Break a text into lines of the width of the terminal, at most 80 columns."
@@ -443,12 +578,25 @@ def _wrap(text, **options):
     return textwrap.fill(text, max(20, min(80, shutil.get_terminal_size().columns)), break_on_hyphens=False, **options)
 
 
-def _fit(args):
-    "Select and fit an adapter, and save it."
-    from ega.arrays import check_rows_per_class, defer_sigint, encode_labels
+def _new_estimator(args, method):
+    "An estimator with the settings of the command."
+    from ega.estimator import EmbeddingAdapter
 
-    if _show_progress(args):
-        print(f"loading torch and reading {args.source}", file=sys.stderr)
+    given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
+    return EmbeddingAdapter(
+        method,
+        max_unseen_loss=args.max_unseen_loss,
+        **{name: value for name, value in given.items() if value is not None},
+        random_state=args.seed,
+        device=args.device,
+        verbose=_show_progress(args),
+    )
+
+# %% ../nbs/library/30_cli.ipynb #3bf4ba7c
+def _fit_labels(args):
+    "The estimator that `ega fit` saves, fitted on labels."
+    from ega.arrays import check_rows_per_class, encode_labels
+
     x, y = _read_inputs(args)
     labels, classes = encode_labels(y, len(x), unlabelled=args.unlabelled)
     check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
@@ -457,46 +605,60 @@ def _fit(args):
             f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} class{'es' * (len(classes) != 1)}",
             flush=True,
         )
-    from ega.estimator import EmbeddingAdapter
+    return _new_estimator(args, args.method).fit(x, y, unlabelled=args.unlabelled)
 
-    given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
-    adapter = EmbeddingAdapter(
-        args.method,
-        max_unseen_loss=args.max_unseen_loss,
-        **{name: value for name, value in given.items() if value is not None},
-        random_state=args.seed,
-        device=args.device,
-        verbose=_show_progress(args),
-    ).fit(x, y, unlabelled=args.unlabelled)
+
+def _fit_pairs(args):
+    "The estimator that `ega fit --pairs` saves."
+    queries, documents, pairs = _read_pair_inputs(args)
+    if not args.json:
+        asked = len(set(pairs[:, 0].tolist()))
+        print(f"{asked:,} queries, {len(documents):,} documents, {len(pairs):,} pairs", flush=True)
+    return _new_estimator(args, "auto").fit_pairs(queries, documents, pairs, side=args.side or "auto")
+
+
+def _fit(args):
+    "Select and fit an adapter, and save it."
+    from ega.arrays import defer_sigint
+
+    if _show_progress(args):
+        print(f"loading torch and reading {args.source}", file=sys.stderr)
+    adapter = _fit_labels(args) if args.pairs is None else _fit_pairs(args)
     with defer_sigint():  # Ctrl-C leaves all files or none
-        adapter.save(args.out)
+        adapter.save(args.out, statistics=args.keep_statistics and adapter.statistics_ is not None)
         args.interrupted = f"{args.out} was written"
     selection = adapter.selection_
+    if args.keep_statistics and adapter.statistics_ is None:
+        text = f"{selection.method} at strength {selection.strength:g} is not fitted from class statistics, so none "
+        print(_wrap(f"{text}were written: `ega update` cannot change {args.out}"), file=sys.stderr)
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
         result |= {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_}
         print(json.dumps(result | {"table": json.loads(selection.table.to_json(orient="records"))}))
         return
     if len(selection.table):
-        print(f"\n{_format_candidates(selection.table)}\n\n{_describe_check(selection)}\n")
+        measure, *names = ("LP@1", "seen classes", "held-out classes")
+        if args.pairs is not None:
+            measure, *names = ("nDCG@10", "known documents", "new documents")
+        print(f"\n{_format_candidates(selection.table, *names)}\n\n{_describe_check(selection, measure, names[1])}\n")
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
     print(_wrap(f"{selection.method}{strength}: {selection.reason}"))
     print(args.out)
 
 # %% ../nbs/library/30_cli.ipynb #candidates
-def _describe_check(selection):
+def _describe_check(selection, measure, unseen_name):
     "Say which numbers decide whether a candidate passes the safety check."
     text = (
-        "Brackets are two-sided 95 % intervals. The check uses one-sided lower bounds at confidence "
-        f"{selection.confidence:g}: by them held-out classes must lose at most max_unseen_loss="
+        f"Changes are points of {measure}. Brackets are two-sided 95 % intervals. The check uses one-sided lower "
+        f"bounds at confidence {selection.confidence:g}: by them {unseen_name} must lose at most max_unseen_loss="
         f"{selection.max_unseen_loss:g} points, and the gain, the mean of both changes weighted by --unseen-share, "
         "must be above 0."
     )
     return _wrap(text)
 
 
-def _format_candidates(table):
-    "The table of candidates in 80 columns: changes of LP@1 in points, with 95 % intervals, and why a candidate fails."
+def _format_candidates(table, seen_name, unseen_name):
+    "The table of candidates in 80 columns: changes in points, with 95 % intervals, and why a candidate fails."
     import pandas as pd
 
     def interval(part):
@@ -507,8 +669,8 @@ def _format_candidates(table):
         "method": table.method,
         "strength": table.strength.map("{:g}".format),
         "gain": table.gain.map("{:+.1f}".format),
-        "seen classes": interval("seen"),
-        "held-out classes": interval("unseen"),
+        seen_name: interval("seen"),
+        unseen_name: interval("unseen"),
         "check": table.safety_check,
     }
     lines = [pd.DataFrame(columns).to_string(index=False), ""]
@@ -529,6 +691,70 @@ def _fit_locked(args):
         finally:
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+# %% ../nbs/library/30_cli.ipynb #5464c61d
+def _estimate(args):
+    "Print what an adapter may gain and whether more labels help."
+    from ega.gain import estimate_gain
+
+    x, y = _read_inputs(args)
+    settings = {name: getattr(args, name) for name in ("unlabelled", "max_unseen_loss", "unseen_share")}
+    estimate = estimate_gain(x, y, **settings, random_state=args.seed)
+    print(json.dumps(estimate.to_dict()) if args.json else estimate)
+
+# %% ../nbs/library/30_cli.ipynb #0a1021cb
+def _describe_update(present, adapter, estimate):
+    "Say what changed from one adapter to the next, and what that changes for rows like the new ones."
+    rows, classes, selection = adapter.statistics_.n, len(adapter.classes_), adapter.selection_
+    before = f"the present adapter on {present.statistics_.n:,} rows of {len(present.classes_):,}"
+    lines = [f"Fitted on {rows:,} rows of {classes:,} classes, {before}."]
+    repeated = rows - present.statistics_.n - len(adapter.fit_row_hashes_) + len(present.fit_row_hashes_)
+    if repeated > 0:
+        lines[0] += f" {repeated:,} of the new rows are copies of others, which count twice."
+    if selection.frozen:
+        return [*lines, "`ega fit` selected the frozen embeddings, so vectors do not change; fit again on all rows."]
+    lines[0] += f" Method and strength are kept: {selection.method} at {selection.strength:g}."
+    if selection.n_classes and classes >= 2 * selection.n_classes:
+        lines[0] += " The classes have doubled since `ega fit`: fit again on all rows to select anew."
+    if estimate is None and selection.config.loss is not None:
+        lines.append("The trained part keeps what it learnt from the removed rows; `ega fit` on the others does not.")
+    if estimate and estimate.n_queries:
+        change = f"{estimate.change:+.1f} [{estimate.low:+.1f}, {estimate.high:+.1f}]"
+        lines.append(
+            "A quarter of the new rows was held out and searched among the others: LP@1 (share of queries whose "
+            f"nearest neighbour carries their label) is {estimate.present:.1f} with the present adapter, "
+            f"{estimate.updated:.1f} after an update on the others, change {change} points."
+        )
+    return [*lines, "Vectors that the present adapter made must be migrated before they are searched with this one."]
+
+
+def _update(args):
+    "Add rows to an adapter or remove them, and save it."
+    from ega.arrays import InputError, defer_sigint
+    from ega.estimator import EmbeddingAdapter, estimate_update
+
+    adapter = EmbeddingAdapter.load(args.adapter).set_params(device=args.device)
+    if not hasattr(adapter, "classes_"):
+        raise InputError(f"{args.adapter}: this adapter was fitted on pairs; fit it again with all pairs")
+    x, y = _read_inputs(args, adapter.classes_)
+    _check_width(args.source, x, adapter)
+    present, estimate = copy.copy(adapter), None
+    if args.forget:
+        adapter.forget(x, y, unlabelled=args.unlabelled)
+    else:
+        estimate = estimate_update(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
+        adapter.partial_fit(x, y, unlabelled=args.unlabelled)
+    with defer_sigint():  # Ctrl-C leaves all files or none
+        adapter.save(args.out, statistics=True)
+        args.interrupted = f"{args.out} was written"
+    if not args.json:
+        print("\n".join(map(_wrap, _describe_update(present, adapter, estimate))) + f"\n{args.out}")
+        return
+    result = {"rows": adapter.statistics_.n, "rows_before": present.statistics_.n, "classes": len(adapter.classes_)}
+    result |= {"classes_before": len(present.classes_), "method": adapter.selection_.method, "out": args.out}
+    has_queries = estimate is not None and estimate.n_queries
+    result |= {"fingerprint": adapter.fingerprint_, "estimate": estimate._asdict() if has_queries else None}
+    print(json.dumps(result))
 
 # %% ../nbs/library/30_cli.ipynb #evaluate
 def _describe_classes(y, unlabelled, fitted):
@@ -559,30 +785,72 @@ def _records(table):
     "Convert a DataFrame to a list of dictionaries for JSON, without rounding."
     return json.loads(table.to_json(orient="records", double_precision=15))
 
+# %% ../nbs/library/30_cli.ipynb #faa6e9ed
+def _format_pairs(table):
+    "The table of `evaluate_pairs` for a terminal: points with their interval."
+    import pandas as pd
 
-def _evaluate(args):
-    "Print LP@1 of the frozen and the adapted embeddings."
-    from ega.estimator import EmbeddingAdapter
+    columns = {
+        "queries": table.group.where(table.group != table.group.shift(), ""),
+        "n": table.n_queries.astype(str).where(table.group != table.group.shift(), ""),
+        "measure": table.measure,
+        "frozen": table.frozen.map("{:.1f}".format),
+        "adapted": table.adapted.map("{:.1f}".format),
+        "change [95 %]": [
+            f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in zip(table.change, table.low, table.high)
+        ],
+    }
+    return pd.DataFrame(columns).to_string(index=False)
+
+
+def _evaluate_pairs(args, adapter):
+    "The table of an adapter that was fitted on pairs, and the sentence that explains it."
+    from ega.pairs import evaluate_pairs
+
+    queries, documents, pairs = _read_pair_inputs(args)
+    _check_width(args.source, queries, adapter)
+    table = evaluate_pairs(adapter, queries, documents, pairs, random_state=args.seed)
+    text = (
+        "all: queries that were not fitted on. known documents: a pair that was fitted on names a relevant document. "
+        "new documents: none does."
+    )
+    return table, f"{_format_pairs(table)}\n\n{_wrap(text)}"
+
+
+def _evaluate_labels(args, adapter):
+    "The table of an adapter that was fitted on labels, and the sentences that explain it."
     from ega.evaluation import evaluate, format_evaluation
 
-    adapter = EmbeddingAdapter.load(args.adapter)
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
-    if args.json:
-        print(json.dumps(_records(table)))
-    else:
-        classes = _describe_classes(y, args.unlabelled, adapter.classes_)
-        print(f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}")
+    classes = _describe_classes(y, args.unlabelled, adapter.classes_)
+    return table, f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}"
+
+
+def _evaluate(args):
+    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
+    from ega.arrays import InputError
+    from ega.estimator import EmbeddingAdapter
+
+    adapter = EmbeddingAdapter.load(args.adapter)
+    if hasattr(adapter, "classes_") != (args.pairs is None):
+        kind, advice = ("labels", "leave out --pairs") if hasattr(adapter, "classes_") else ("pairs", "add --pairs")
+        raise InputError(f"{args.adapter}: this adapter was fitted on {kind}; {advice}")
+    table, text = _evaluate_labels(args, adapter) if args.pairs is None else _evaluate_pairs(args, adapter)
+    print(json.dumps(_records(table)) if args.json else text)
 
 # %% ../nbs/library/30_cli.ipynb #report
 def _report(args):
     "Write the report of an adapter and print its summary."
+    from ega.arrays import InputError
     from ega.datasets import open_input_source
     from ega.estimator import EmbeddingAdapter
     from ega.report import write_report
 
     adapter = EmbeddingAdapter.load(args.adapter)
+    if not hasattr(adapter, "classes_"):
+        raise InputError(f"{args.adapter}: this adapter was fitted on pairs, which `ega evaluate --pairs` compares")
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     comparison = write_report(
@@ -646,6 +914,8 @@ def _migrate(args):
         print(json.dumps(result))
         return
     text = f"{result['rows']} rows in {result['version']}; active: {result['active'] or 'none'}"
+    if result["version"] == "vector" and not isinstance(args.activate, str):
+        text = f"the documents are not changed by this adapter, so there is nothing to migrate; {text}"
     if result["active"] != result["version"]:
         text += " (--activate activates the new ones)"
     if result["previous"] not in (None, result["active"]):
@@ -683,7 +953,7 @@ def _migrate_index(args, store):
 def _build_index(args, indexes):
     "Build the version of an adapter from --vectors; one that exists needs none. Returns its name."
     from ega.arrays import InputError
-    from ega.index import as_transform
+    from ega.index import as_search_transforms
 
     if args.vectors:
         return indexes.migrate(
@@ -693,7 +963,7 @@ def _build_index(args, indexes):
             index_factory=args.index_factory or "Flat",
             progress=_show_progress(args),
         )
-    version = as_transform(args.adapter).fingerprint[:16]
+    version = as_search_transforms(args.adapter).fingerprint[:16]
     if version not in indexes.versions():
         raise InputError(
             f"{indexes.folder} holds no version of this adapter, and a FAISS index does not keep the vectors to adapt; "
@@ -832,6 +1102,13 @@ def _embed_inputs(command):
         help="a folder of images (one subfolder a class), an .npz archive of images, or a .csv with a column `text` "
         "or `image`",
     )
+    add(
+        "--pairs",
+        action="store_true",
+        help="encode queries and documents: source is a folder in the layout of BEIR, or a file of pairs of texts",
+    )
+    add("--query-prefix", metavar="TEXT", help="put before every query (default: that of the encoder, or none)")
+    add("--document-prefix", metavar="TEXT", help="put before every document (default: that of the encoder, or none)")
     add("--dataset", metavar="NAME", help="a public set instead, such as cifar100 or food101; a wrong name lists all")
     add(
         "--root",
@@ -927,7 +1204,7 @@ def _transform_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #fit-arguments
 def _data_arguments(command):
-    "Embeddings and labels, for `ega fit`, `ega evaluate` and `ega report`."
+    "Embeddings and labels, for `ega estimate`, `fit`, `update`, `evaluate` and `report`."
     add = command.add_argument
     add(
         "source",
@@ -962,6 +1239,21 @@ def _data_arguments(command):
     )
     add("--seed", type=_SEED, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 
+# %% ../nbs/library/30_cli.ipynb #321d09e2
+def _pair_arguments(command):
+    "Queries, documents and pairs instead of embeddings and labels, for `ega fit` and `ega evaluate`."
+    add = command.add_argument
+    add(
+        "--pairs",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="learn from queries and documents: source is the folder that `ega embed` writes for them, or the "
+        "embeddings of queries, with a FILE of pairs (.csv, .tsv, .jsonl, .parquet or qrels) and --documents",
+    )
+    add("--documents", metavar="FILE", help="with --pairs FILE: embeddings of all documents")
+    add("--split", metavar="NAME", help="with --pairs: use the queries of this split alone, such as train")
+
 # %% ../nbs/library/30_cli.ipynb #fit-own-arguments
 def _selection_arguments(add):
     "Arguments of `ega fit` that say how candidates are compared."
@@ -992,11 +1284,17 @@ def _selection_arguments(add):
         help="folds compared in parallel; -1 for all cores, -2 for all but one (default: one after the other)",
     )
 
-
+# %% ../nbs/library/30_cli.ipynb #f6064d59
 def _fit_arguments(command):
     "Arguments of `ega fit`."
     _data_arguments(command)
+    _pair_arguments(command)
     add = command.add_argument
+    add(
+        "--side",
+        choices=("auto", "query", "document", "both", "two"),
+        help="with --pairs: what is adapted (default: auto)",
+    )
     add("-o", "--out", required=True, help="folder of the adapter; it must not exist")
     add(
         "--method",
@@ -1007,13 +1305,37 @@ def _fit_arguments(command):
     _selection_arguments(add)
     add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
     add("--overwrite", action="store_true", help="replace an adapter in an existing folder")
+    add("--keep-statistics", action="store_true", help="also write the class means and sums that `ega update` needs")
     _add_json_and_quiet(command)
+
+
+def _estimate_arguments(command):
+    "Arguments of `ega estimate`."
+    _data_arguments(command)
+    add = command.add_argument
+    text = "points of LP@1 that unseen classes may lose, for the safety check (default: 1)"
+    add("--max-unseen-loss", type=_POINTS, metavar="POINTS", default=1.0, help=text)
+    text = "share of the queries expected from unseen classes, the weight of their change in the gain (default: 0.5)"
+    add("--unseen-share", type=_SHARE, metavar="S", default=0.5, help=text)
+    _add_json_and_quiet(command, quiet=False)
+
+
+def _update_arguments(command):
+    "Arguments of `ega update`."
+    command.add_argument("adapter", help="the folder written by `ega fit --keep-statistics`")
+    _data_arguments(command)
+    add = command.add_argument
+    add("-o", "--out", required=True, help="folder of the new adapter; it must not exist")
+    add("--forget", action="store_true", help="remove the rows, which were fitted on, instead of adding them")
+    add("--device", type=_DEVICE, help="default: cuda when there is one, else cpu")
+    _add_json_and_quiet(command, quiet=False)
 
 # %% ../nbs/library/30_cli.ipynb #1f4384c4
 def _evaluate_arguments(command):
     "Arguments of `ega evaluate`."
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
+    _pair_arguments(command)
     _add_json_and_quiet(command, quiet=False)
     command.epilog = (
         "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
@@ -1094,9 +1416,17 @@ def _add_data_commands(add):
     )
     _embed_inputs(command)
     _embed_options(command)
+    text = "estimate what an adapter may gain, and whether more labels help; nothing is written"
+    command = add("estimate", _estimate, text, _check_data)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _estimate_arguments(command)
     command = add("fit", _fit_locked, "select and fit an adapter, without any unseen class", _check_fit)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _fit_arguments(command)
+    text = "add labelled rows or classes to an adapter, or remove some, without the earlier rows"
+    command = add("update", _update, text, _check_update)
+    command.set_defaults(interrupted=_NOTHING_WRITTEN)
+    _update_arguments(command)
     text = "measure label precision before and after an adapter, on seen and unseen classes"
     command = add("evaluate", _evaluate, text, _check_evaluate)
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
@@ -1111,7 +1441,7 @@ def _add_data_commands(add):
     command.add_argument("path", help="a .parquet pack, or the folder written by `ega fit`")
     _add_json_and_quiet(command, quiet=False)
 
-
+# %% ../nbs/library/30_cli.ipynb #fcd59ecd
 def _add_store_commands(add):
     "Add the commands for stored vectors; `add` makes a subparser."
     command = add(

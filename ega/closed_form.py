@@ -121,6 +121,12 @@ class _ClassSums:
         self._add(other.classes, -other.counts, -other.sums, -other.squares)
         return self
 
+    def _relabel(self: _Statistics, labels: np.ndarray) -> _Statistics:
+        "The same statistics with the distinct labels (C,) in place of `classes`."
+        order, relabelled = np.argsort(labels), type(self)(self.d)
+        relabelled._add(labels[order], self.counts[order], self.sums[order], self.squares)
+        return relabelled
+
     def _check_width(self, other) -> None:
         if not isinstance(other, _ClassSums):
             raise InputError(f"expected ClassStatistics, got {type(other).__name__}")

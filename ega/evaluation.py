@@ -362,6 +362,8 @@ def check_fitted(
         if isinstance(estimator, (str, Path)):
             advice = f"; of a saved one use EmbeddingAdapter.load({str(estimator)!r})"
         raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}{advice}")
+    if hasattr(estimator, "query_adapter_"):
+        raise InputError("estimator was fitted with fit_pairs and has no classes; use ega.pairs.evaluate_pairs")
     check_is_fitted(estimator, "adapter_")
 
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'check_path', 'make_folder', 'file_lock',
-           'atomic_write', 'check_output', 'file_hash', 'hash_arrays', 'short_error', 'check_decompressed_size',
-           'check_is_file', 'read_json', 'read_csv_columns', 'read_npy_comment', 'open_npy', 'read_npz']
+           'atomic_write', 'atomic_folder', 'check_output', 'file_hash', 'hash_arrays', 'short_error',
+           'check_decompressed_size', 'check_is_file', 'read_json', 'read_csv_columns', 'read_npy_comment', 'open_npy',
+           'read_npz']
 
 # %% ../nbs/library/03_files.ipynb #exported-imports
 import csv
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import tempfile
 import tokenize
@@ -119,6 +121,24 @@ def atomic_write(
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+# %% ../nbs/library/03_files.ipynb #9a0c6aff
+@contextmanager
+def atomic_folder(
+    path: Path | str,  # final path; must not exist
+) -> Iterator[Path]:  # context; yields a temporary folder beside it
+    "Yield a temporary folder that becomes `path` when the block ends without an error."
+    path = check_path(path)
+    if path.exists():
+        raise InputError(f"{path} exists already, expected the name of a new folder; choose another name")
+    make_folder(path.parent)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp creates folders that only their owner may open
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 # %% ../nbs/library/03_files.ipynb #check-output
 def check_output(

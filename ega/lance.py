@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import InputError, check_positive_int, import_optional, short_repr
 from .files import check_path, short_error
-from .index import as_transform
+from .index import as_search_transforms
 from .packs import EmbeddingSet
 from .search import Neighbours
 
@@ -148,6 +148,11 @@ def _check_columns(table, id_column, vector_column, dim):
             "rename them, or name others in Python with id_column= and vector_column="
         )
     _check_id_type(table, id_column)
+    _check_width_of(table, vector_column, dim)
+
+
+def _check_width_of(table, vector_column, dim):
+    "Raise `InputError` unless a column holds vectors of `dim` numbers."
     kind, width = table.schema.field(vector_column).type, _vector_width(table, vector_column)
     if width is None:
         raise InputError(
@@ -236,25 +241,30 @@ def _rewrite_changed(table, column, m, id_column, vector_column, batch_size):
 # %% ../nbs/library/27_lance.ipynb #migrate
 def migrate_table(
     table: Any,  # LanceDB table
-    adapter: Any,  # anything ega.index.as_transform accepts
+    adapter: Any,  # anything ega.index.as_search_transforms accepts
     *,
     id_column: str = "id",  # distinct values
     vector_column: str = "vector",  # raw vectors
     batch_size: int = 2048,  # rows in a transaction
     max_rows: int | None = None,  # adapted in this call; None: all that are missing
-) -> str:  # name of the adapted column
+) -> str:  # name of the adapted column; the raw column where the adapter changes no document
     """Write adapted vectors into a second column; the same call resumes after a kill.
 
     Ids and vectors of all rows are checked before the column is added. A call for a table that has changed since its
     migration ended also adapts the rows whose raw vectors were updated; until then the column holds their old vectors.
+    With an adapter that was fitted on pairs these are documents. If it changes queries alone, nothing is written,
+    because `AdaptedTable` searches the raw column with adapted queries.
     """
     batch_size = check_positive_int(batch_size, "batch_size")
     remaining = np.inf if max_rows is None else check_positive_int(max_rows, "max_rows", minimum=0)
-    m = as_transform(adapter)
+    m = as_search_transforms(adapter).documents
     column = f"adapted_{m.fingerprint[:12]}"
+    column = column if vector_column == "vector" else f"{vector_column}_{column}"  # two raw columns are adapted apart
     _check_table(table)
     table.checkout_latest()  # rows may have been added through another handle
     _check_columns(table, id_column, vector_column, m.input_dim)
+    if m.is_identity:
+        return vector_column
     is_new = column not in table.schema.names
     if is_new:
         _add_adapted_column(table, column, m, id_column, vector_column, batch_size)
@@ -280,10 +290,10 @@ def activate(
 ) -> None:
     "Make a column the active one."
     metadata = _column_metadata(table, column)
-    if column != vector_column and "ega_adapter" not in metadata:
+    if column != vector_column and metadata.get("ega_source") != vector_column:
         raise InputError(
-            f"column {column!r} holds no vectors adapted by ega; name the column that migrate_table returns, or "
-            f"{vector_column!r} to go back"
+            f"column {column!r} holds no vectors adapted by ega from {vector_column!r}; name the column that "
+            f"migrate_table returns, or {vector_column!r} to go back"
         )
     missing = table.count_rows(f"{column} IS NULL")
     if missing:
@@ -339,37 +349,53 @@ def _read_ids(found, id_column):
         )
     return ids.astype(np.int64)
 
+
+def _squared_distances(found):
+    "Found rows with the squared L2 between unit rows in place of 1 - cosine, which is half of it."
+    import pyarrow as pa
+
+    distances = pa.array(2 * found["_distance"].to_numpy().clip(min=0))  # rounding makes 1 - cosine negative
+    return found.set_column(found.schema.get_field_index("_distance"), "_distance", distances)
+
 # %% ../nbs/library/27_lance.ipynb #7a69d54a
-def _check_adapted_column(table, column, vector_column, adapter):
-    "Raise `InputError` if the active column holds the raw vectors, or those of another adapter."
+def _check_adapted_column(table, column, vector_column, documents):
+    "Raise `InputError` unless the active column holds the vectors that the document side of an adapter returns."
+    if column == vector_column and documents.is_identity:
+        return _check_width_of(table, column, documents.input_dim)
     if column == vector_column:
         raise InputError(
             f"the table is searched by its column {vector_column!r}, whose vectors are not adapted; adapt and "
             "activate them first: `ega migrate ADAPTER TABLE --activate`, in Python migrate_table and activate"
         )
     made_by = _column_metadata(table, column).get("ega_adapter")
-    if made_by != adapter.fingerprint:
+    if made_by != documents.fingerprint:
+        advice = f"activate {vector_column!r}, which this adapter does not change"
         raise InputError(
-            f"column {column!r} was adapted by {str(made_by)[:12]}, got {adapter.fingerprint[:12]}; "
-            "pass the adapter that made the column, or migrate"
+            f"column {column!r} was adapted by {str(made_by)[:12]}, got {documents.fingerprint[:12]}; pass the adapter "
+            f"that made the column, or {advice if documents.is_identity else 'migrate'}"
         )
 
 # %% ../nbs/library/27_lance.ipynb #a0365f17
 class AdaptedTable:
-    "A LanceDB table that adapts raw queries and searches the active column."
+    """A LanceDB table that adapts raw queries and searches the active column.
+
+    If the adapter changes queries alone, the active column is the raw one; a vector index on it serves if its distance
+    is "cosine", else every row is compared.
+    """
 
     def __init__(
         self,
         table: Any,  # LanceDB table with an active adapted column
-        adapter: Any,  # the one the active column was made with
+        adapter: Any,  # the one the active column was made with, or one that changes no document
         *,
         id_column: str = "id",  # distinct values
         vector_column: str = "vector",  # raw vectors
     ):
-        self.table, self.adapter, self.id_column = table, as_transform(adapter), id_column
+        self.table, self.adapter, self.id_column = table, as_search_transforms(adapter), id_column
         self.column = active_column(table, vector_column)
         _check_id_type(table, id_column)
-        _check_adapted_column(table, self.column, vector_column, self.adapter)
+        _check_adapted_column(table, self.column, vector_column, self.adapter.documents)
+        self._is_raw = self.column == vector_column  # its vectors may have any norm
         self._counted: tuple[int, int] | None = None  # version of the table and its number of adapted rows
 
     def _clip_k(self, k):
@@ -393,12 +419,15 @@ class AdaptedTable:
 
         _check_names(self.table, [] if columns is None else columns)
         _check_condition(where)
-        z = self.adapter.adapt(self.adapter.unit_rows(xq, "xq"))
-        query = self.table.search(z, vector_column_name=self.column).distance_type("l2")
+        queries = self.adapter.queries
+        z = queries.adapt(queries.unit_rows(xq, "xq"))
+        query = self.table.search(z, vector_column_name=self.column)
+        query = query.distance_type("cosine" if self._is_raw else "l2")
         query = query.limit(self._clip_k(k)).select([*(columns or [self.id_column]), "_distance"])
         query = query.where(where, prefilter=True) if where else query
         query = query if nprobes is None else query.nprobes(check_positive_int(nprobes, "nprobes"))
         found = _run_query(query, where, self.table.schema.names)
+        found = _squared_distances(found) if self._is_raw else found
         if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
             found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
         return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'MAX_ROWS', 'resolve_candidate',
-           'leave_classes_out', 'FitProgress', 'compare_on_fold', 'score_candidates', 'pick_candidate', 'Selection',
-           'build_cv_results', 'check_settings', 'compared_rows', 'select_adapter']
+           'leave_classes_out', 'FitProgress', 'compare_on_fold', 'compare_on_folds', 'score_candidates',
+           'pick_candidate', 'Selection', 'build_cv_results', 'check_settings', 'check_progress', 'compared_rows',
+           'select_adapter']
 
 # %% ../nbs/library/23_selection.ipynb #074431df
 import threading
 import time
 from collections import Counter, namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,21 +258,25 @@ def compare_on_fold(
     return FoldComparison(changes, captured, fit_seconds, seconds)
 
 # %% ../nbs/library/23_selection.ipynb #compare-on-folds
-def _compare_on_one_thread(*args, **kwargs):
+def _compare_on_one_thread(compare, fold):
     with limit_threads(most=1):
-        return compare_on_fold(*args, **kwargs)
+        return compare(fold)
 
 
-def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
-    "One FoldComparison per fold, in the order of the folds."
+def compare_on_folds(
+    compare: Callable[..., FoldComparison],  # function of (fold, progress=, label=)
+    folds: list,
+    names: Sequence[str],  # of the candidates that are compared
+    *,
+    n_jobs: int | None,  # folds at a time, in joblib workers of one thread each; None: one after the other
+    progress: FitProgress,
+) -> list[FoldComparison]:  # in the order of the folds
+    "Compare candidates on all folds."
     n_folds = len(folds)
     if n_jobs is None and effective_n_jobs(None) == 1:  # the second is larger inside joblib.parallel_config
-        return [
-            compare_on_fold(x, y, f, candidates, progress=progress, label=f", fold {i} of {n_folds}", **settings)
-            for i, f in enumerate(folds, 1)
-        ]
-    jobs = (delayed(_compare_on_one_thread)(x, y, fold, candidates, **settings) for fold in folds)
-    progress.start(f"{', '.join(c.name for c in candidates)}: {n_folds} folds in parallel")
+        return [compare(f, progress=progress, label=f", fold {i} of {n_folds}") for i, f in enumerate(folds, 1)]
+    jobs = (delayed(_compare_on_one_thread)(compare, fold) for fold in folds)
+    progress.start(f"{', '.join(names)}: {n_folds} folds in parallel")
     with limit_threads(most=1):  # here too, for workers that are threads of this process
         done = Parallel(
             n_jobs=min(n_jobs, n_folds) if n_jobs else None, return_as="generator" if progress.show else "list"
@@ -278,7 +284,7 @@ def _compare_on_folds(x, y, folds, candidates, *, n_jobs, progress, **settings):
         comparisons = []
         for comparison in done:
             comparisons.append(comparison)
-            progress.finish(len(candidates))
+            progress.finish(len(names))
     return comparisons
 
 # %% ../nbs/library/23_selection.ipynb #columns
@@ -298,12 +304,12 @@ def _summarize_changes(changes, classes, confidence, rng, n_boot):
     )
 
 
-def _safety_check(row, max_unseen_loss, confidence):
+def _safety_check(row, max_unseen_loss, confidence, seen_name, unseen_name):
     "Result and reason for one row of the table of candidates."
     failures = []
     if row.unseen_bound < -max_unseen_loss:
         failures.append(
-            f"held-out classes may lose {-row.unseen_bound:.2f} points at confidence {confidence:g}, "
+            f"{unseen_name} may lose {-row.unseen_bound:.2f} points at confidence {confidence:g}, "
             f"more than max_unseen_loss={max_unseen_loss:g}"
         )
     if row.gain_bound <= 0:
@@ -312,9 +318,8 @@ def _safety_check(row, max_unseen_loss, confidence):
         )
     if failures:
         return "fail", "; ".join(failures)
-    return "pass", (
-        f"seen classes {row.seen:+.1f} points, held-out classes {row.unseen:+.1f} (lower bound {row.unseen_bound:+.1f})"
-    )
+    seen = "" if seen_name == unseen_name else f"{seen_name} {row.seen:+.1f} points, "
+    return "pass", f"{seen}{unseen_name} {row.unseen:+.1f} (lower bound {row.unseen_bound:+.1f})"
 
 # %% ../nbs/library/23_selection.ipynb #decide
 def score_candidates(
@@ -327,6 +332,8 @@ def score_candidates(
     rng: np.random.Generator,  # of the bootstrap
     seconds: "dict[str, float] | None" = None,  # {name: seconds}
     n_boot: int = 1000,  # bootstrap replicates
+    seen_name: str = "seen classes",  # in the reasons
+    unseen_name: str = "held-out classes",
 ) -> pd.DataFrame:  # a row per candidate and strength, frozen first; changes in points
     "Summarise the changes of every candidate and apply the safety check."
     parts, draws = [], []
@@ -342,7 +349,7 @@ def score_candidates(
     numbers = list(table.columns)
     table.insert(0, "method", [name for name, _ in changes])
     table.insert(1, "strength", [float(strength) for _, strength in changes])
-    checks = [_safety_check(row, max_unseen_loss, confidence) for row in table.itertuples()]
+    checks = [_safety_check(row, max_unseen_loss, confidence, seen_name, unseen_name) for row in table.itertuples()]
     table["safety_check"] = [result for result, _ in checks]
     table["reason"] = [reason for _, reason in checks]
     table["seconds"] = [(seconds or {}).get(name, 0.0) for name in table.method]
@@ -452,8 +459,10 @@ def check_settings(
         raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
 
 # %% ../nbs/library/23_selection.ipynb #0ef39d0b
-def _checked_progress(progress):
-    "The given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
+def check_progress(
+    progress: Any,  # value to check
+) -> FitProgress:
+    "Return the given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
     if progress is not None and not isinstance(progress, FitProgress):
         raise InputError(
             f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
@@ -494,11 +503,13 @@ def compared_rows(
 
 # %% ../nbs/library/23_selection.ipynb #select
 def _compare_and_select(
-    x, y, folds, candidates, *, max_unseen_loss, unseen_share, confidence, rng, n_classes, progress, **settings
+    x, y, folds, candidates, *, max_unseen_loss, unseen_share, confidence, rng, n_classes, n_jobs, progress, **settings
 ):
     "Compare the candidates on all folds, apply the safety check and select."
     progress.add_steps(len(folds) * len(candidates))
-    comparisons = _compare_on_folds(x, y, folds, candidates, progress=progress, **settings)
+    compare = partial(compare_on_fold, x, y, candidates=candidates, **settings)
+    names = [candidate.name for candidate in candidates]
+    comparisons = compare_on_folds(compare, folds, names, n_jobs=n_jobs, progress=progress)
     progress.start("bootstrap over classes")
     changes = {}
     for key in comparisons[0].changes:
@@ -675,5 +686,5 @@ def select_adapter(
             strengths=strengths,
             n_jobs=n_jobs,
             device=device,
-            progress=_checked_progress(progress),
+            progress=check_progress(progress),
         )

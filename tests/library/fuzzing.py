@@ -572,12 +572,43 @@ def write_estimator(folder):
     return ["a/adapter.safetensors", "a/adapter.json", "a/adapter.fit_rows.npy"]
 
 
+def write_updatable(folder):
+    write_estimator(folder)
+    _FITTED[0].save(folder / "a", statistics=True)
+    return ["a/adapter.statistics.npz", "x.npy", "y.csv"]
+
+
 def used(e):
     return digest(e.transform(rows())) + repr(e.selection_)[:20]
 
 
+def write_estimator_of_pairs(folder):
+    x = rows()
+    e = estimator.EmbeddingAdapter(max_unseen_loss=None)
+    pairs = np.column_stack([np.arange(len(x)), np.arange(len(x))])
+    e.fit_pairs(x, x[:, ::-1].copy(), pairs, side="both").save(folder / "a")
+    return [
+        f"a/adapter.{name}" for name in ("queries.safetensors", "documents.safetensors", "json", "fit_documents.npy")
+    ]
+
+
+def used_on_both_sides(e):
+    return digest(e.transform_queries(rows())) + digest(e.transform_documents(rows())) + repr(e.selection_)[:20]
+
+
+READERS["estimator of pairs"] = Reader(
+    write_estimator_of_pairs, lambda f: used_on_both_sides(estimator.EmbeddingAdapter.load(f / "a")), step=2
+)
 READERS["estimator"] = Reader(write_estimator, lambda f: used(estimator.EmbeddingAdapter.load(f / "a")))
 READERS["ega evaluate"] = Reader(write_estimator, command("evaluate", "a", "x.npy", "y.csv", "--json"), step=4)
+READERS["estimator with statistics"] = Reader(
+    lambda f: write_updatable(f)[:1],
+    lambda f: used(estimator.EmbeddingAdapter.load(f / "a").forget(rows()[:9], [f"kind {c}" for c in labels()[:9]])),
+)
+READERS["ega update"] = Reader(write_updatable, command("update", "a", "x.npy", "y.csv", "-o", "b"), step=4)
+READERS["ega estimate"] = Reader(
+    lambda f: write_npy(f) and write_csv(f) and ["x.npy", "y.csv"], command("estimate", "x.npy", "y.csv"), step=4
+)
 READERS["ega fit"] = Reader(
     lambda f: write_npy(f) and write_csv(f) and ["x.npy", "y.csv"],
     command("fit", "x.npy", "y.csv", "-o", "{folder}.out", "--overwrite", "--quiet", "--method", "wccn"),

@@ -4,6 +4,8 @@ import doctest
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -669,3 +671,27 @@ def test_an_empty_list_is_no_vector_to_be_reshaped():
 def test_a_number_is_no_generator():
     with pytest.raises(InputError, match="rng must be a numpy.random.Generator, got int"):
         torch_generator(0)
+
+
+@pytest.mark.parametrize(
+    "module, call, package",
+    [
+        ("langchain", "AdaptedEmbeddings(None, None)", "langchain_core"),
+        ("llamaindex", "AdaptedEmbedding(None, None)", "llama_index"),
+        ("chroma", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb"),
+        ("qdrant", "AdaptedCollection(None, 'texts', np.eye(2))", "qdrant_client"),
+        ("qdrant", "migrate_collection(None, 'texts', np.eye(2))", "qdrant_client"),
+    ],
+)
+def test_a_module_of_an_optional_package_is_imported_without_it(module, call, package):
+    "Its class says which extra is missing; in a process of its own, so that nothing here is imported anew."
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+import numpy as np
+from ega.{module} import *
+try: {call}
+except ImportError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == f"this needs the package {package!r}; install it with: pip install 'ega[{module}]'"

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import cranfield
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -24,12 +25,24 @@ from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
 from ega.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate
-from ega.packs import EmbeddingSet, write_pack
+from ega.packs import EmbeddingSet, read_pack, write_pack
 from ega.report import write_report
 from ega.search import knn
 from ega.vectors import read_embeddings, read_labels
 
-COMMANDS = ("embed", "fit", "evaluate", "report", "info", "transform", "migrate", "search", "completion")
+COMMANDS = (
+    "embed",
+    "estimate",
+    "fit",
+    "update",
+    "evaluate",
+    "report",
+    "info",
+    "transform",
+    "migrate",
+    "search",
+    "completion",
+)
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
@@ -345,6 +358,22 @@ def test_migrate_takes_the_column_that_is_named(store, call):
     assert [hit["id"] for hit in hits if hit["rank"] == 1] == list(range(len(x)))
     code, _, message = call("migrate", "a.safetensors", "db/t.lance", "--vectors", "two.parquet", "--column", "v")
     assert code == 2 and "--column has no effect for a LanceDB table" in message
+
+
+@pytest.mark.parametrize("place", ["db/cranfield.lance", "versions"])
+@pytest.mark.parametrize("side", ["query", "two"])
+def test_migrate_and_search_with_an_adapter_of_pairs(call, tmp_path, monkeypatch, place, side):
+    "Stored rows are adapted as documents, queries as queries; the adapter of queries alone leaves a table as it is."
+    pytest.importorskip("lancedb" if place.endswith("lance") else "faiss")
+    monkeypatch.chdir(tmp_path)
+    adapter, (zq, rows) = cranfield.fitted(side), (cranfield.XQ[:4], cranfield.FOLDER / "documents.parquet")
+    adapter.save("adapter")
+    np.save("queries.npy", zq)
+    code, out, _ = call("migrate", "adapter", place, "--vectors", rows, "--activate", "--quiet")
+    says = "the documents are not changed by this adapter, so there is nothing to migrate"
+    assert code == 0 and out.startswith(says) == (place != "versions" and side == "query")
+    hits = json.loads(call("search", "adapter", place, "queries.npy", "-k", "3", "--json")[1])
+    assert [hit["id"] for hit in hits] == cranfield.DOCUMENT_IDS[cranfield.exact(adapter, 3).I[:4]].ravel().tolist()
 
 
 def test_index_of_vectors_of_any_norm(store, call):
@@ -906,7 +935,13 @@ def test_the_message_after_ctrl_c_in_a_fit_is_true(data, call, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_message_after_ctrl_c_says_what_the_command_leaves(command):
     resumes = {"embed", "transform", "migrate"}
-    args = {"completion": ["bash"], "info": ["p"], "fit": ["x", "-o", "o"], "embed": ["x", "--encoder", "e"]}
+    args = {
+        "completion": ["bash"],
+        "info": ["p"],
+        "fit": ["x", "-o", "o"],
+        "update": ["a", "x", "-o", "o"],
+        "embed": ["x", "--encoder", "e"],
+    }
     args |= {"transform": ["a", "x", "-o", "z"], "migrate": ["a", "s"], "search": ["a", "s", "x"]}
     parsed = cli.parser().parse_args([command, *args.get(command, ["a", "x"])])
     assert hasattr(parsed, "interrupted") != (command in resumes)
@@ -1278,3 +1313,119 @@ def test_a_condition_that_no_row_meets_is_said(store, call):
     search = ("search", "a.safetensors", "db/t.lance", "rows.parquet", "--where", "split = 'none'")
     assert call(*search)[:2] == (0, "no row meets the condition split = 'none'\n")
     assert call(*search, "--json")[:2] == (0, "[]\n")
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory):
+    "A folder in the layout of BEIR: 40 documents and two queries for each, of which the last 8 documents are in test."
+    folder, rng = tmp_path_factory.mktemp("beir"), np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghijklmnop"), 24)) for _ in range(40)]
+    (folder / "qrels").mkdir()
+    lines = {
+        "corpus.jsonl": [{"_id": f"d{i}", "title": "", "text": word} for i, word in enumerate(words)],
+        "queries.jsonl": [
+            {"_id": f"q{i}", "text": words[i // 2] + "".join(rng.choice(list("abcd"), 30))} for i in range(80)
+        ],
+    }
+    for name, objects in lines.items():
+        (folder / name).write_text("\n".join(map(json.dumps, objects)))
+    for split, rows in (("train", range(64)), ("test", range(64, 80))):
+        pairs = "\n".join(f"q{i}\td{i // 2}\t1" for i in rows)
+        (folder / "qrels" / f"{split}.tsv").write_text(f"query-id\tcorpus-id\tscore\n{pairs}\n")
+    return folder
+
+
+class LetterCounts:
+    "An encoder of texts: how often each of 16 letters occurs. Queries have many more of the first four."
+
+    modality, name, preprocessing, weights = "text", "letters", "none", "none"
+
+    def prepare(self, text):
+        return [text.count(letter) for letter in "abcdefghijklmnop"]
+
+    def encode(self, batch):
+        return np.array(batch, np.float32) + 0.01
+
+
+def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    embed = ("embed", beir, "--pairs", "--encoder", "all-MiniLM-L6-v2", "-o", "set", "--dtype", "float32", "--quiet")
+    assert call(*embed)[:2] == (0, "80 queries, 40 documents, 80 pairs in set\n")
+    code, out, _ = call("fit", "set", "--pairs", "--split", "train", "-o", "fitted")
+    assert code == 0 and "64 queries, 40 documents, 64 pairs" in out and "known documents" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--json")
+    groups = {row["group"]: row for row in json.loads(out) if row["measure"] == "ndcg@10"}
+    assert set(groups) == {"all", "new documents", "fitted queries"}
+    new = groups["new documents"]
+    assert (
+        new["n_queries"] == 16 and new["change"] > 5 and new["adapted"] == pytest.approx(new["frozen"] + new["change"])
+    )
+    code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--split", "test")
+    assert code == 0 and "new documents" in out and "fitted queries" not in out
+    code, out, _ = call("info", "fitted", "--json")
+    assert {"queries": 64, "documents": 32}.items() <= json.loads(out).items()
+    for args, words in (
+        (("evaluate", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
+        (("report", "fitted", "set/queries.parquet"), "ega evaluate --pairs"),
+        (("update", "fitted", "set/queries.parquet", "-o", "other"), "fit it again with all pairs"),
+        (("fit", "set", "-o", "other"), "this folder holds queries, documents and pairs; add --pairs"),
+        (("fit", "set", "--pairs", "--split", "dev", "-o", "other"), "theirs are: test, train"),
+        (("fit", "set", "--pairs", "--documents", "d.npy", "-o", "other"), "no effect where the source is a folder"),
+        (("fit", "set", "--pairs", "--method", "wccn", "-o", "other"), "--method has no effect with --pairs"),
+        (("fit", "set", "--side", "query", "-o", "other"), "--side has no effect without --pairs"),
+        (("fit", "set/queries.parquet", "--pairs", "-o", "other"), "--documents FILE --pairs FILE"),
+    ):
+        code, _, message = call(*args)
+        assert code == 2 and words in message, message
+    assert not Path("other").exists()
+
+
+def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_path, monkeypatch, call):
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
+    for side in ("queries", "documents"):
+        np.save(f"{side}.npy", read_embeddings(f"set/{side}.parquet")[0])
+    Path("pairs.csv").write_text("query,document\n" + "\n".join(f"{i},{i // 2}" for i in range(80)))
+    three = ("--pairs", "pairs.csv", "--documents", "documents.npy")
+    fits = (
+        ("set", "--pairs"),
+        ("queries.npy", *three),
+        ("set/queries.parquet", "--documents", "set/documents.parquet", "--pairs", "set/qrels.tsv"),
+    )
+    found = []
+    for number, args in enumerate(fits):
+        code, out, message = call("fit", *args, "-o", f"fit{number}", "--json")
+        assert code == 0, message
+        found.append(json.loads(out)["fingerprint"])
+    assert len(set(found)) == 1
+    code, _, message = call("evaluate", "fit1", "queries.npy", "--pairs", "none.csv", "--documents", "documents.npy")
+    assert code == 2 and "none.csv: no such file; expected a file of pairs" in message
+
+
+def test_from_texts_to_an_adapted_lancedb_search_in_five_commands(beir, tmp_path, monkeypatch, call):
+    pytest.importorskip("lancedb")
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    commands = (
+        f"embed {beir} --pairs --encoder all-MiniLM-L6-v2 -o set --dtype float32 --quiet",
+        "fit set --pairs --split train -o adapter",
+        "evaluate adapter set --pairs",
+        "migrate adapter store/documents.lance --vectors set/documents.parquet --activate",
+        "search adapter store/documents.lance set/queries.parquet -k 1 --json",
+    )
+    for command in commands:
+        code, out, message = call(*command.split())
+        assert code == 0, message
+    found = {hit["query"]: hit["id"] for hit in json.loads(out)}
+    adapter = EmbeddingAdapter.load("adapter")
+    queries, documents = (read_pack(f"set/{side}.parquet") for side in ("queries", "documents"))
+    nearest = knn(adapter.transform_queries(queries.x), adapter.transform_documents(documents.x), 1).I[:, 0]
+    assert found == dict(zip(queries.ids.tolist(), documents.ids[nearest].tolist()))
+    is_right = [found[f"q{i}"] == f"d{i // 2}" for i in range(64, 80)]
+    assert np.mean(is_right) > (knn(queries.x[64:], documents.x, 1).I[:, 0] == np.arange(64, 80) // 2).mean()

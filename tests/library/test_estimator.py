@@ -315,7 +315,7 @@ def test_weights_changed_after_fit_are_not_saved(fitted, tmp_path):
     e = copy.deepcopy(fitted[0])
     for tensor in e.adapter_.state_dict().values():
         tensor += 0.1
-    with pytest.raises(InputError, match="the weights of adapter_ were changed after fit"):
+    with pytest.raises(InputError, match="the weights of the adapter were changed after fit"):
         e.save(tmp_path / "a")
     assert not (tmp_path / "a").exists()
 

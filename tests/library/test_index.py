@@ -6,6 +6,7 @@ import time
 import warnings
 from pathlib import Path
 
+import cranfield
 import numpy as np
 import pandas as pd
 import pytest
@@ -30,6 +31,7 @@ from ega.index import (
     AdaptedIndex,
     IndexStore,
     SentenceAdapter,
+    as_search_transforms,
     as_transform,
     distill,
     fit_query_only,
@@ -359,7 +361,7 @@ def test_damaged_names_of_columns_are_refused(fitted_on_names, tmp_path, columns
     with pytest.raises(InputError, match=f"about.json: columns must be {D} distinct texts or integers"):
         AdaptedIndex.load(tmp_path / "i")
     about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "columns"}))
-    assert AdaptedIndex.load(tmp_path / "i").adapter.columns is None
+    assert AdaptedIndex.load(tmp_path / "i").adapter.documents.columns is None
 
 
 def test_embeddings_of_another_adapter_are_refused():
@@ -553,7 +555,7 @@ def test_rows_added_by_several_threads_have_distinct_ids():
             return rows
 
     index = pickle.loads(pickle.dumps(AdaptedIndex(LINEAR)))
-    index.adapter = as_transform(Slow())
+    index.adapter = as_search_transforms(Slow())
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda i: index.add(x[i : i + 100]), (0, 100, 200)))
     assert len(index) == 300 and sorted(index.ids) == list(range(300))
@@ -935,3 +937,94 @@ def test_an_index_that_is_not_trained_and_a_setting_of_zero_are_refused():
     for nprobe in (0, -5, 2.7):
         with pytest.raises(InputError, match="nprobe must be an integer >= 1"):
             index.tune(nprobe=nprobe)
+
+
+@pytest.mark.parametrize("side", ["query", "both", "two"])
+def test_index_adapts_both_sides_of_a_pair_adapter(tmp_path, side):
+    "Added rows as documents, searched ones as queries: the neighbours and the nDCG of exact search; also when loaded."
+    adapter = cranfield.fitted(side)
+    index = AdaptedIndex(adapter).add(cranfield.XD, ids=cranfield.DOCUMENT_IDS)
+    found, expected = index.search(cranfield.XQ), cranfield.exact(adapter)
+    assert np.array_equal(found.I, cranfield.DOCUMENT_IDS[expected.I]) and np.abs(found.D - expected.D).max() < 1e-5
+    index.save(tmp_path / "index")
+    adapter.save(tmp_path / "adapter")
+    for other in (
+        AdaptedIndex.load(tmp_path / "index"),
+        AdaptedIndex.load(tmp_path / "index", adapter),
+        AdaptedIndex.load(tmp_path / "index", tmp_path / "adapter"),
+        pickle.loads(pickle.dumps(index)),
+        AdaptedIndex(tmp_path / "adapter").add(cranfield.XD, ids=cranfield.DOCUMENT_IDS),
+    ):
+        assert other.fingerprint == adapter.fingerprint_
+        assert all((a == b).all() for a, b in zip(other.search(cranfield.XQ), found))
+
+
+def test_a_pair_adapter_needs_its_other_side(tmp_path):
+    adapter, other = cranfield.fitted("two"), cranfield.fitted("both")
+    index = AdaptedIndex(adapter).add(cranfield.XD[:20])
+    folder = index.save(tmp_path / "index")
+    for wrong in (other, adapter.document_adapter_, adapter.query_adapter_):
+        with pytest.raises(InputError, match="expected the adapter with fingerprint"):
+            AdaptedIndex.load(folder, wrong)
+    zq, zd = adapter.transform_queries(cranfield.XQ[:5]), adapter.transform_documents(cranfield.XD[:20])
+    again = AdaptedIndex(adapter).add(zd, adapted_by=as_transform(adapter.document_adapter_).fingerprint)
+    for fingerprint in (adapter.fingerprint_, as_transform(adapter.query_adapter_).fingerprint):
+        assert np.array_equal(again.search(zq, adapted_by=fingerprint).I, index.search(cranfield.XQ[:5]).I)
+    with pytest.raises(InputError, match="were adapted by"):  # documents are no queries
+        index.search(zd, adapted_by=as_transform(adapter.document_adapter_).fingerprint)
+
+
+def test_one_map_is_refused_for_a_pair_adapter(tmp_path):
+    adapter = cranfield.fitted("two")
+    adapter.save(tmp_path / "adapter")
+    both = as_search_transforms(adapter)
+    for wrong in (adapter, tmp_path / "adapter", str(tmp_path / "adapter" / "adapter.safetensors"), both, [adapter]):
+        with pytest.raises(InputError, match="pass the query_adapter_ or the document_adapter_ of the estimator"):
+            as_transform(wrong)
+    (tmp_path / "adapter" / "adapter.documents.safetensors").write_bytes(
+        (tmp_path / "adapter" / "adapter.queries.safetensors").read_bytes()
+    )
+    with pytest.raises(InputError, match="describes other weights"):
+        as_search_transforms(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "sides",
+    ["queries", ["a"], {}, {"queries": "a"}, {"queries": "a", "documents": "b"}, {"queries": 3, "documents": 4}, 3],
+)
+def test_wrong_sides_of_a_saved_index_are_refused(tmp_path, sides):
+    about = AdaptedIndex(cranfield.fitted("two")).add(cranfield.XD[:9]).save(tmp_path / "i") / "about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"sides": sides}))
+    with pytest.raises(InputError):
+        AdaptedIndex.load(tmp_path / "i")
+
+
+def test_columns_are_checked_on_both_sides():
+    names = [f"f{i}" for i in range(8)]
+    frame = pd.DataFrame(unit(60, 8), columns=names)
+    pairs = np.column_stack([np.arange(60), np.arange(60) // 2])
+    adapter = EmbeddingAdapter(max_unseen_loss=None).fit_pairs(frame, frame, pairs, side="both")
+    index = AdaptedIndex(adapter).add(frame)
+    for call in (index.add, index.search):
+        with pytest.raises(InputError, match="order"):
+            call(frame[names[::-1]])
+
+
+def test_an_index_of_frozen_documents_serves_adapted_queries():
+    "An adapter that changes queries alone needs no new index."
+    adapter = cranfield.fitted("query")
+    existing = faiss.IndexFlatL2(cranfield.XD.shape[1])
+    existing.add(cranfield.XD)
+    found = AdaptedIndex(adapter, existing, cranfield.DOCUMENT_IDS).search(cranfield.XQ)
+    assert np.array_equal(found.I, cranfield.DOCUMENT_IDS[cranfield.exact(adapter).I])
+    assert as_search_transforms(adapter).documents.is_identity and not as_search_transforms(adapter).queries.is_identity
+    assert not as_transform(np.eye(2, 3, dtype="f4")).is_identity
+
+
+def test_a_store_of_indexes_takes_a_pair_adapter(tmp_path):
+    adapter, store = cranfield.fitted("two"), IndexStore(tmp_path / "store")
+    np.save(tmp_path / "documents.npy", cranfield.XD)
+    adapter.save(tmp_path / "adapter")
+    store.activate(store.migrate(tmp_path / "adapter", tmp_path / "documents.npy"))
+    assert np.array_equal(store.open().search(cranfield.XQ).I, cranfield.exact(adapter).I)
+    assert store.current == adapter.fingerprint_[:16]

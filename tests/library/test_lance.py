@@ -1,12 +1,14 @@
 "LanceDB tables: writing, migration and its resumption, activation, search, errors."
 
+import cranfield
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
 from ega.adapters import LinearAdapter, transform
-from ega.arrays import normalize
+from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN, LDAMap
 from ega.estimator import EmbeddingAdapter
 from ega.index import as_transform
@@ -146,7 +148,7 @@ def test_two_adapted_columns_and_back_to_raw(table):
         (lambda t: migrate_table(t, WHITENING, id_column="label"), "must be distinct"),
         (lambda t: activate(t, "adapted_0"), "no column"),
         (lambda t: active_column(t, "nothing"), "no column"),
-        (lambda t: AdaptedTable(t, LinearAdapter(D)), "are not adapted"),
+        (lambda t: AdaptedTable(t, WHITENING), "are not adapted"),
         (lambda t: activate(t, WHITENING), "column must be a name"),
         (lambda t: activate(t, x), "column must be a name, such as migrate_table returns it, got ndarray"),
         (lambda t: activate(t, None), "column must be a name"),
@@ -204,8 +206,6 @@ def test_columns_are_a_list_of_names(table, columns):
 
 
 def keyed_table(tmp_path, keys, vectors, kind=None):
-    import pyarrow as pa
-
     vectors = pa.array(vectors.tolist(), pa.list_(pa.float32(), D) if kind is None else kind)
     table = pa.table({"key": pa.array(keys), "v": vectors})
     return lancedb.connect(str(tmp_path / "keyed")).create_table("t", table)
@@ -285,3 +285,61 @@ def test_unsigned_ids_are_returned_if_they_fit_in_int64(tmp_path):
     assert found.I.tolist() == [[7, -1]] and found.I.dtype == np.int64
     message = error_message(lambda: searched.search(vectors, 2))
     assert message.startswith(f"ids in column 'id' must fit in int64, at most {2**63 - 1}, got {2**63 + 5}")
+
+
+@pytest.fixture
+def documents(tmp_path):
+    return write_table(tmp_path / "db" / "cranfield.lance", cranfield.SET.documents)
+
+
+@pytest.mark.parametrize("side", ["both", "two"])
+def test_pair_adapter_migrates_documents_and_adapts_queries(documents, side):
+    "The nDCG of the table is that of exact search with both sides adapted."
+    adapter = cranfield.fitted(side)
+    activate(documents, migrate_table(documents, adapter))
+    found = AdaptedTable(documents, adapter).search(cranfield.XQ)
+    assert cranfield.ndcg(found.I) == pytest.approx(
+        cranfield.ndcg(cranfield.DOCUMENT_IDS[cranfield.exact(adapter).I]), abs=1e-9
+    )
+    assert "was adapted by" in error_message(lambda: AdaptedTable(documents, cranfield.fitted("query")))
+    assert "which this adapter does not change" in error_message(
+        lambda: AdaptedTable(documents, cranfield.fitted("query"))
+    )
+
+
+def test_nothing_is_migrated_for_an_adapter_of_queries(documents):
+    "The raw column serves as it is, also with an index, and its vectors may have any norm."
+    adapter, version = cranfield.fitted("query"), documents.version
+    assert migrate_table(documents, adapter) == "vector" and documents.version == version
+    expected = cranfield.exact(adapter)
+    scaled = pd.DataFrame({"id": cranfield.DOCUMENT_IDS, "vector": list(cranfield.XD * np.float32(3))})
+    scaled.loc[::2, "vector"] = scaled.loc[::2, "vector"] * 0.1
+    documents.merge_insert("id").when_matched_update_all().execute(pa_table(scaled, documents.schema))
+    activate(documents, "vector")
+    found = AdaptedTable(documents, adapter).search(cranfield.XQ)
+    assert cranfield.ndcg(found.I) == pytest.approx(cranfield.ndcg(cranfield.DOCUMENT_IDS[expected.I]), abs=1e-9)
+    assert np.abs(found.D - expected.D).max() < 1e-5
+    with pytest.raises(InputError, match="'vector' must have 3 numbers per row"):
+        AdaptedTable(documents, np.eye(3, dtype="f4"))
+
+
+def pa_table(frame, schema):
+    "A DataFrame of ids and vectors as an Arrow table with the types of another one."
+    vectors = pa.array([v.tolist() for v in frame["vector"]], schema.field("vector").type)
+    return pa.table({"id": frame["id"].tolist(), "vector": vectors})
+
+
+def test_two_raw_columns_are_adapted_apart(tmp_path):
+    "By the same adapter, each into a column of its own, which serves its raw column alone."
+    rows = pd.DataFrame({"id": range(N), "title": x.tolist(), "body": x[::-1].tolist()})
+    vector = pa.list_(pa.float32(), D)
+    schema = pa.schema([("id", pa.int64()), ("title", vector), ("body", vector)])
+    table = lancedb.connect(str(tmp_path)).create_table("two", pa.Table.from_pandas(rows, schema))
+    title, body = (migrate_table(table, WHITENING, vector_column=name) for name in ("title", "body"))
+    for raw, column, vectors in (("title", title, x), ("body", body, x[::-1])):
+        activate(table, column, raw)
+        found = AdaptedTable(table, WHITENING, vector_column=raw).search(xq, 3)
+        m = as_transform(WHITENING)
+        assert np.array_equal(found.I, knn(m.transform(xq), m.transform(vectors), 3).I)
+    with pytest.raises(InputError, match="no vectors adapted by ega from 'title'"):
+        activate(table, body, "title")

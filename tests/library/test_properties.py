@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from ega.arrays import InputError, check_labels, normalize, spawn_rngs
 from ega.config import METHODS, config_to_dict, parse_config
+from ega.estimator import EmbeddingAdapter
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import RunConfig, build_config
 from ega.files import open_npy, read_csv_columns, read_npz
@@ -195,6 +196,35 @@ def test_folds_leave_every_class_out_once(pytestconfig, count):
             )
 
     count("examples: folds", examine(check, pytestconfig, 100, y=LABELS, seed=SEEDS, folds=st.integers(2, 5)))
+
+
+def test_updates_equal_a_fit_on_the_rows_that_are_left(pytestconfig, count):
+    "Rows added in any parts, others removed: the transform of a fit on the rest; or refused, and nothing changed."
+
+    def check(n, n_classes, seed):
+        rng = np.random.default_rng(seed)
+        x, y = normalize(rng.normal(size=(n, 4))), rng.integers(-1, n_classes, n)
+        part = rng.integers(0, 4, n)  # 0 and 3: fitted, 1 and 2: added, 2 and 3: removed
+        is_left = (part < 2) & (y >= 0)
+        try:
+            adapter, rest = (
+                EmbeddingAdapter("wccn", max_unseen_loss=None, device="cpu").fit(x[rows], y[rows])
+                for rows in ((part == 0) | (part == 3), is_left)
+            )
+        except InputError:
+            return  # too few rows to fit
+        for change, number in (("partial_fit", 1), ("partial_fit", 2), ("forget", 3), ("forget", 2)):
+            before = vars(adapter).copy()
+            try:
+                getattr(adapter, change)(x[part == number], y[part == number])
+            except InputError as error:
+                assert vars(adapter) == before and not (y[part == number] >= 0).any(), error
+        assert np.allclose(adapter.transform(x), rest.transform(x), rtol=0, atol=1e-5)
+        assert np.array_equal(adapter.classes_, rest.classes_) and adapter.statistics_.n == is_left.sum()
+        assert np.array_equal(adapter.fit_row_hashes_, rest.fit_row_hashes_)
+
+    sizes = dict(n=st.integers(8, 80), n_classes=st.integers(2, 6))
+    count("examples: updates", examine(check, pytestconfig, 40, **sizes, seed=SEEDS))
 
 
 def test_triplets_are_legal(pytestconfig, count):

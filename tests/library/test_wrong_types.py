@@ -1,6 +1,8 @@
 "Arguments of a wrong type or out of range, for every main object of the library: the error is an InputError."
 
+import copy
 import re
+from importlib.util import find_spec
 
 import api
 import numpy as np
@@ -14,6 +16,7 @@ from ega import (
     EmbeddingSet,
     InputError,
     Monitor,
+    estimate_gain,
     evaluate,
     normalize,
     read_pack,
@@ -33,10 +36,12 @@ from ega.closed_form import (
 )
 from ega.config import TrainConfig, build_method_config
 from ega.embed import embed
+from ega.estimator import estimate_update
 from ega.index import IndexStore
 from ega.losses import supcon
-from ega.methods import fit_adapter
+from ega.methods import fit_adapter, update_adapter
 from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
+from ega.pairs import PairConfig, evaluate_pairs, select_pair_adapter, whiten_pairs
 from ega.relevance import (
     RelevanceSet,
     embed_relevance,
@@ -106,6 +111,7 @@ def make_calls(folder):
     "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
+    pairs = dict(queries=x, documents=x[:, ::-1].copy(), pairs=np.column_stack([np.arange(120), np.arange(120)]))
     matrix, near, out = np.eye(8, dtype="float32"), knn(x, x, 3), lambda name: str(folder / name)
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
@@ -126,6 +132,7 @@ def make_calls(folder):
         (folder / "beir" / name).write_text(text)
     relevance = RelevanceSet(es, es, [(i, i + 1) for i in range(100)])
     statistics = ClassStatistics(8).update(x, y)
+    adapter = fit_adapter(build_method_config("affine_nca", epochs=1), x, y, device="cpu")
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
     index.save(out("index"))
     monitor = Monitor.fit(x, matrix, k=3, horizon=10)
@@ -140,6 +147,9 @@ def make_calls(folder):
 
     def fit(**parameters):
         return EmbeddingAdapter(**parameters).fit(x[:60], y[:60])
+
+    def forget(X, y):
+        return copy.copy(fitted).forget(X, y)
 
     def embed_texts(**changes):
         arguments = dict(source=out("texts.csv"), encoder=LetterCounts(), out=out("t.parquet"), overwrite=True)
@@ -182,9 +192,24 @@ def make_calls(folder):
             (fit, {"candidates": ("wccn",)}, settings | {"cv": NUMBERS, "method": (None, 3, "wcn", [], object(), len)}),
             (EmbeddingAdapter("wccn", max_unseen_loss=None).fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
             (fitted.transform, {"X": x}, {"X": (*MATRICES, *TENSORS)}),
+            (copy.copy(fitted).partial_fit, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
+            (forget, {"X": x[:20], "y": y[:20]}, {"X": MATRICES, "y": LABELS}),
+            (
+                estimate_update,
+                {"estimator": fitted, "X": x, "y": y},
+                {"estimator": OBJECTS, "X": MATRICES, "y": LABELS, "random_state": NUMBERS},
+            ),
             (fitted.save, {"path": out("saved")}, {"path": (*PATHS, out("file"))}),
             (EmbeddingAdapter.load, {"path": out("fitted")}, {"path": PATHS}),
             (fitted.to_onnx, {"path": out("a.onnx")}, {"path": (*PATHS, out("a.npy"))}),
+        ],
+        "gain.estimate_gain": [
+            (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS, "random_state": NUMBERS}),
+            (
+                estimate_gain,
+                {"X": x, "y": y},
+                {"max_unseen_loss": settings["max_unseen_loss"], "unseen_share": NUMBERS},
+            ),
         ],
         "selection.select_adapter": [
             (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
@@ -200,6 +225,11 @@ def make_calls(folder):
                 fit_adapter,
                 data | {"config": build_method_config("linear_supcon", epochs=1)},
                 {"on_epoch": OBJECTS[1:-1]},
+            ),
+            (
+                update_adapter,
+                dict(config=build_method_config("affine_nca"), adapter=adapter, before=statistics, after=statistics),
+                dict.fromkeys(("config", "adapter", "before", "after"), OBJECTS) | {"strength": NUMBERS},
             ),
             (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
         ],
@@ -421,6 +451,35 @@ def make_calls(folder):
                 | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
             ),
         ],
+        "pairs.select_pair_adapter": [
+            (
+                whiten_pairs,
+                pairs,
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "shrinkage": (*NUMBERS, 0)},
+            ),
+            (
+                select_pair_adapter,
+                pairs | {"candidates": {"both": PairConfig("both", 0.5)}, "strengths": (1.0,)},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "groups": LABELS[1:], "device": DEVICES}
+                | {"candidates": ({}, *OBJECTS[1:]), "max_unseen_loss": NUMBERS[:-3], "confidence": NUMBERS}
+                | {"negatives": (*VALUES[2:], 0, 1.5, True, np.zeros((3, 3, 3))), "progress": OBJECTS[1:]}
+                | {"n_folds": NUMBERS, "random_state": (*NUMBERS, 1.5)},
+            ),
+            (
+                EmbeddingAdapter(max_unseen_loss=None).fit_pairs,
+                pairs | {"side": "both"},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "side": (*TEXTS, None)}
+                | {"groups": LABELS[1:], "negatives": (*VALUES[2:], 0, -1, 1.5, True)},
+            ),
+        ],
+        "pairs.evaluate_pairs": [
+            (
+                evaluate_pairs,
+                pairs | {"estimator": EmbeddingAdapter(max_unseen_loss=None).fit_pairs(**pairs, side="both")},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "estimator": (*OBJECTS, fitted)}
+                | {"k": (*NUMBERS, 121), "confidence": NUMBERS, "random_state": NUMBERS},
+            ),
+        ],
         "monitor.Monitor": [
             (
                 Monitor.fit,
@@ -441,11 +500,73 @@ def make_calls(folder):
     }
 
 
+def make_store_calls(folder):
+    "The same for the main objects that need another library; nothing is made without it."
+    matrix, x = np.eye(8, dtype="float32"), normalize(np.random.default_rng(0).normal(size=(30, 8)))
+    path, adapters = str(save_adapter(LinearAdapter(8), folder / "stored.safetensors")), (*OBJECTS, torch.eye(8))
+
+    def langchain():
+        from langchain_core.embeddings import DeterministicFakeEmbedding
+
+        from ega.langchain import AdaptedEmbeddings
+
+        valid = dict(embeddings=DeterministicFakeEmbedding(size=8), adapter=matrix)
+        return [(AdaptedEmbeddings, valid, {"embeddings": OBJECTS, "adapter": adapters})]
+
+    def llamaindex():
+        from llama_index.core import MockEmbedding
+
+        from ega.llamaindex import AdaptedEmbedding
+
+        valid = dict(embedding=MockEmbedding(embed_dim=8), adapter=matrix)
+        return [(AdaptedEmbedding, valid, {"embedding": OBJECTS, "adapter": adapters})]
+
+    def chroma():
+        from chromadb.utils.embedding_functions import DefaultEmbeddingFunction
+
+        from ega.chroma import AdaptedEmbeddingFunction
+
+        valid = dict(function=DefaultEmbeddingFunction(), adapter=path)
+        return [(AdaptedEmbeddingFunction, valid, {"function": OBJECTS, "adapter": (*PATHS, "missing")})]
+
+    def collection():
+        from qdrant_client import QdrantClient, models
+
+        client = QdrantClient(":memory:")
+        client.create_collection("c", models.VectorParams(size=8, distance=models.Distance.COSINE))
+        client.upload_collection("c", vectors=x, ids=range(30))
+        wrong = {"client": OBJECTS, "collection": OBJECTS, "adapter": adapters, "vector": OBJECTS}
+        return dict(client=client, collection="c", adapter=matrix), wrong
+
+    def migration():
+        from ega.qdrant import migrate_collection
+
+        valid, wrong = collection()
+        return [(migrate_collection, valid, wrong | {"batch_size": NUMBERS, "max_rows": NUMBERS[1:]})]
+
+    def search():
+        from ega.qdrant import AdaptedCollection
+
+        valid, wrong = collection()
+        searched = AdaptedCollection(**valid)
+        return [
+            (AdaptedCollection, valid, wrong),
+            (searched.search, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
+            (searched.points, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
+        ]
+
+    names = {"langchain.AdaptedEmbeddings": langchain, "llamaindex.AdaptedEmbedding": llamaindex}
+    names |= {"chroma.AdaptedEmbeddingFunction": chroma}
+    names |= {"qdrant.migrate_collection": migration, "qdrant.AdaptedCollection": search}
+    return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name.partition(".")[0]])}
+
+
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
     for package in ("faiss", "onnx"):
         pytest.importorskip(package)
-    return make_calls(tmp_path_factory.mktemp("calls"))
+    folder = tmp_path_factory.mktemp("calls")
+    return make_calls(folder) | make_store_calls(folder)
 
 
 NOT_HERE = {"losses.supcon"}  # called in every step of a training; its arguments are checked where training begins
@@ -455,6 +576,8 @@ NAMES = [name for names in api.TASKS.values() for name in names if name not in N
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_argument_is_an_input_error(name, calls):
     "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
+    if package := api.NEEDS.get(name.partition(".")[0]):
+        pytest.importorskip(package)
     for function, valid, wrong in calls[name]:
         if valid is not None:
             function(**valid)

@@ -17,13 +17,20 @@ LIBRARY = [
     {"encoders", "closed_form", "training", "transform"},
     {"embed", "methods", "theory"},
     {"evaluation", "index", "relevance"},
-    {"selection", "lance", "monitor"},
-    {"estimator"},
+    {"selection", "lance", "langchain", "llamaindex", "qdrant", "chroma", "monitor"},
+    {"pairs"},
+    {"estimator", "gain"},
     {"report"},
     {"cli"},
 ]
 EXPERIMENTS = [
-    {"experiments.protocols", "experiments.plots", "experiments.harness", "experiments.throughput"},
+    {
+        "experiments.protocols",
+        "experiments.plots",
+        "experiments.harness",
+        "experiments.throughput",
+        "experiments.pairs",
+    },
     {"experiments.runs"},
     {"experiments.grids", "experiments.summary", "experiments.benchmarks"},
     {"experiments.published", "experiments.tables", "experiments.claims"},

@@ -1,0 +1,212 @@
+"""estimate_gain: agreement with the parts it is made of, known gains, too little data, and the page it prints."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ortho_group
+from test_selection import world
+
+from ega import estimate_gain, gain
+from ega.arrays import InputError, normalize, spawn_rngs
+from ega.cli import main
+from ega.closed_form import DiscriminantWhitening
+from ega.evaluation import label_hits
+from ega.selection import leave_classes_out
+
+
+def scattered(n_classes, n_rows, *, d=32, scale=3.0, noise=0.4, seed=0):
+    "Classes that all scatter along the first quarter of the directions, which a closed form learns to suppress."
+    rng = np.random.default_rng(seed)
+    y = np.repeat(np.arange(n_classes), n_rows)
+    spread = np.r_[np.full(d // 4, scale), np.full(d - d // 4, noise)]
+    return normalize(rng.normal(size=(n_classes, d))[y] + rng.normal(size=(len(y), d)) * spread), y
+
+
+def folds_of(y):
+    "The folds of an estimate with random_state 0."
+    return leave_classes_out(y, spawn_rngs(0).split, n_folds=4, max_queries=500)
+
+
+def best_line(estimate):
+    return estimate.candidates[estimate.candidates.strength == estimate.strength].iloc[-1]
+
+
+def test_frozen_numbers_are_those_of_a_loop():
+    x, y = world(0)
+    scores = (x @ x.T).astype(float)
+    np.fill_diagonal(scores, -np.inf)
+    expected = {"all": (y[scores.argmax(1)] == y).tolist(), "seen": [], "held-out": []}
+    captured = []
+    for fold in folds_of(y):
+        gallery = np.r_[fold.fit, fold.unseen]
+        for name, queries in (("seen", fold.seen_queries), ("held-out", fold.unseen_queries)):
+            nearest = gallery[scores[np.ix_(queries, gallery)].argmax(1)]
+            expected[name] += (y[nearest] == y[queries]).tolist()
+            if name == "held-out":
+                captured += np.isin(nearest, fold.fit).tolist()
+    estimate = estimate_gain(x, y)
+    for line in estimate.frozen.itertuples():
+        assert line.n_queries == len(expected[line.classes])
+        assert abs(line.lp_at_1 - 100 * np.mean(expected[line.classes])) < 1e-9
+        assert line.low <= line.lp_at_1 <= line.high
+    assert abs(estimate.capture_rate - 100 * np.mean(captured)) < 1e-9
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
+def test_changes_are_those_of_the_closed_form_on_each_fold(strength):
+    x, y = scattered(16, 12)
+    found = []
+    for fold in folds_of(y):
+        gallery = np.r_[fold.fit, fold.unseen]
+        z = DiscriminantWhitening(strength).fit(x[fold.fit], y[fold.fit]).transform(x)
+        hits = [label_hits(v, y, fold.unseen_queries, gallery).hit for v in (x, z)]
+        found.append(hits[1] - hits[0])
+    line = estimate_gain(x, y).candidates.query("method != 'frozen' and strength == @strength").iloc[0]
+    assert abs(line.unseen - 100 * np.concatenate(found).mean()) < 0.3  # float32 may turn a near tie
+
+
+def test_a_planted_gain_is_found_and_measured_on_other_classes():
+    x, y = scattered(40, 12)
+    labelled = y < 20
+    estimate = estimate_gain(x[labelled], y[labelled])
+    line = best_line(estimate)
+    assert estimate.passes and line.unseen_low > 10 and "passes the safety check" in str(estimate)
+    z = DiscriminantWhitening(estimate.strength).fit(x[labelled], y[labelled]).transform(x)
+    rows = np.arange(len(y))
+    change = 100 * np.subtract(*(label_hits(v, y, rows[~labelled], rows).hit.mean() for v in (z, x)))
+    assert change > line.unseen_low  # more where the gallery has twice as many classes, which frozen rows suffer from
+
+
+def test_no_gain_where_classes_scatter_alike_in_all_directions():
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(16), 8)
+    x = normalize(rng.normal(size=(16, 24))[y] + rng.normal(size=(128, 24)))
+    estimate = estimate_gain(x, y, max_unseen_loss=0.0)
+    assert not estimate.passes and "No strength passes the safety check" in str(estimate)
+    assert "It fails because" in str(estimate) and estimate.reason in " ".join(str(estimate).split())
+
+
+def test_where_nothing_can_be_gained_the_page_says_so():
+    x, y = scattered(12, 10, scale=0.01)
+    estimate = estimate_gain(x, y)
+    assert estimate.frozen.lp_at_1[0] > 99 and "keep them" in str(estimate)
+
+
+def test_copies_are_reported():
+    x, y = scattered(12, 8)
+    estimate = estimate_gain(np.r_[x, x[:24]], np.r_[y, y[:24]])
+    assert abs(estimate.copies - 100 * 48 / 120) < 1e-9 and "40.0 % of the rows is an exact copy" in str(estimate)
+    assert estimate_gain(x, y).copies == 0 and "copy" not in str(estimate_gain(x, y))
+
+
+def test_more_rows_help_where_few_rows_do_not_determine_the_covariance():
+    x, y = scattered(24, 48, d=128, scale=4.0, noise=1.5)
+    estimate = estimate_gain(x, y)
+    parts = estimate.smaller.set_index("part")
+    assert parts.loc["all", "rows_per_class"] == 36 and parts.loc["1/2 of the rows", "rows_per_class"] == 18
+    assert parts.loc["1/2 of the classes", "n_classes"] == 9
+    assert parts.loc["1/4 of the rows", "gain"] < parts.loc["1/2 of the rows", "gain"] < 0
+    assert (parts.loc["all", ["seen", "unseen", "gain"]] == 0).all() and np.isnan(parts.loc["1/2 of the classes"].gain)
+    assert "From 18 to 36 rows a class the gain changed by +" in " ".join(str(estimate).split())
+
+
+def test_smaller_parts_are_nested_and_within_the_fold():
+    _, y = scattered(12, 48)
+    fit = folds_of(y)[0].fit
+    parts = gain._smaller_parts(y, fit, np.random.default_rng(0))
+    half, quarter, classes = (set(parts[name]) for name in gain._SMALLER)
+    assert quarter < half < set(fit) and classes < set(fit) and set(parts["all"]) == set(fit)
+    assert all(np.bincount(y[list(half)]) * 2 == np.bincount(y[fit]))
+
+
+@pytest.mark.parametrize(
+    "high, low, words",
+    [
+        (0.5, 0.1, "More rows a class help"),
+        (0.5, -0.5, "expected to bring less than a point"),
+        (4.0, -1.0, "do not tell whether more rows a class help"),
+    ],
+)
+def test_advice_follows_the_interval(high, low, words):
+    line = pd.Series({"gain": -(high + low) / 2, "gain_low": -high, "gain_high": -low})
+    text = gain._advice(line, "rows a class", 10, 20, "gain")
+    assert words in text and f"{(high + low) / 2:+.1f} [{low:+.1f}, {high:+.1f}]" in text
+
+
+def test_too_few_classes_or_rows_are_said_and_not_raised():
+    x, y = scattered(12, 8)
+    few = estimate_gain(x[y < 9], y[y < 9])
+    assert few.candidates.empty and few.smaller.empty and np.isnan(few.strength) and not few.passes
+    assert "9 classes have two labelled rows or more, and 10 are needed" in " ".join(str(few).split())
+    single = np.r_[np.flatnonzero(y < 9), np.flatnonzero(y >= 9)[::8]]  # three classes of one row
+    assert "9 classes have two" in estimate_gain(x[single], y[single]).reason and estimate_gain(x, y).reason
+    pairs = np.flatnonzero(np.arange(len(y)) % 8 < 3)
+    estimate = estimate_gain(x[pairs], y[pairs])
+    assert estimate.smaller.part.tolist() == ["all", "1/2 of the classes"]
+    assert "too few rows a class to tell" in str(estimate)
+    assert "too few rows" in gain._missing(y, [folds_of(y)[0]._replace(seen_queries=np.empty(0, int))])
+
+
+def test_unlabelled_rows_and_the_container_change_nothing(tmp_path):
+    x, y = scattered(12, 8)
+    np.save(tmp_path / "x.npy", np.r_[x, 5 * x[:9]])
+    marked = np.r_[y, np.full(9, -1)]
+    expected = estimate_gain(x, y).to_dict()
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert estimate_gain(mapped, marked).to_dict() == expected
+    frame = pd.DataFrame(mapped)
+    names = [f"kind {c}" if c >= 0 else "" for c in marked]
+    assert estimate_gain(frame, names).to_dict() == expected and estimate_gain(2 * x, y).n_rows == len(y)
+    assert estimate_gain(x, y, random_state=1).to_dict() != expected
+
+
+def test_a_rotation_changes_only_near_ties():
+    x, y = scattered(14, 10)
+    turned = x @ ortho_group.rvs(32, random_state=0).astype(np.float32)
+    one, other = (estimate_gain(v, y).candidates for v in (x, turned))
+    assert np.allclose(one[["seen", "unseen"]], other[["seen", "unseen"]], atol=1.0)
+
+
+def test_more_than_ten_thousand_rows_are_thinned():
+    x, y = scattered(50, 240, d=8)
+    estimate = estimate_gain(x, y)
+    assert estimate.n_labelled == 12000 and 9900 < estimate.n_rows < 10100 and estimate.n_classes == 50
+    assert str(estimate).startswith(f"12,000 labelled rows; {estimate.n_rows:,} of them took part: 50 classes of 200 ")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda x, y: (x[:, 0], y), "must have shape"),
+        (lambda x, y: (x, y[:-1]), "one label per row"),
+        (lambda x, y: (x * np.nan, y), "NaN"),
+        (lambda x, y: (x, np.full(len(y), -1)), "none of the .* rows has one"),
+        (lambda x, y: (x, np.zeros(len(y), int)), "at least 2 classes"),
+        (lambda x, y: (x[:12], np.arange(12)), "no class has two labelled rows"),
+        (lambda x, y: (x, np.arange(len(y))), "ids, texts or measurements"),
+        (lambda x, y: (np.eye(12)[y], y), "all rows of each class are equal"),
+        (lambda x, y: (x * 0, y), "norm 0"),
+    ],
+)
+def test_wrong_data_is_refused_in_one_sentence(change, words):
+    with pytest.raises(InputError, match=words):
+        estimate_gain(*change(*scattered(12, 8)))
+
+
+def test_command_estimate_prints_eighty_columns_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    x, y = scattered(14, 12)
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", x)
+    pd.Series([f"kind {c}" for c in y], name="label").to_csv("y.csv", index=False)
+    assert main(["estimate", "x.npy", "y.csv"]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80 and page.startswith("168 labelled rows; 14 classes of 12 rows")
+    assert main(["estimate", "x.npy", "y.csv", "--json", "--max-unseen-loss", "3", "--seed", "1"]) == 0
+    result = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert result == estimate_gain(x, y, max_unseen_loss=3.0, random_state=1).to_dict()
+    assert main(["estimate", "x.npy"]) == 2 and "labels" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.csv"]
+    few = json.dumps(estimate_gain(x[y < 5], y[y < 5]).to_dict(), allow_nan=False)
+    assert json.loads(few)["candidates"] == []

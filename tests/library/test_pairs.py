@@ -1,0 +1,378 @@
+"""Adapters from pairs: closed form, softmax over documents, folds, selection, estimator and evaluation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ega import EmbeddingAdapter, InputError, evaluate
+from ega import pairs as module
+from ega.adapters import transform
+from ega.arrays import normalize
+from ega.config import TrainConfig
+from ega.pairs import (
+    PAIR_CANDIDATES,
+    SIDES,
+    PairConfig,
+    check_negatives,
+    evaluate_pairs,
+    find_negatives,
+    fit_pair_path,
+    pair_candidates,
+    pair_folds,
+    pair_objective,
+    select_pair_adapter,
+    whiten_pairs,
+)
+
+
+def planted(n_documents=60, queries_each=2, d=16, seed=0):
+    "Documents and their queries, which differ from them along four directions."
+    rng = np.random.default_rng(seed)
+    documents = rng.normal(size=(n_documents, d))
+    owner = np.repeat(np.arange(n_documents), queries_each)
+    noise = rng.normal(size=(len(owner), d)) * np.r_[np.full(4, 2.0), np.full(d - 4, 0.1)]
+    pairs = np.column_stack([np.arange(len(owner)), owner, np.ones(len(owner), int)])
+    return normalize(documents[owner] + noise), normalize(documents), pairs
+
+
+QUERIES, DOCUMENTS, PAIRS = planted()
+
+
+# The closed form
+
+
+@pytest.mark.parametrize("shrinkage", [0.2, 0.5, 1.0])
+def test_whitening_is_the_shrunk_inverse_root_of_the_differences(shrinkage):
+    pairs = np.r_[PAIRS, [(0, 5, 3), (1, 7, 0)]]  # two grades for query 0; a pair of grade 0 has no weight
+    weight = np.r_[0.25, np.ones(len(PAIRS) - 1), 0.75]
+    weight /= weight.sum()
+    q, d = QUERIES[pairs[:-1, 0]].astype(float), DOCUMENTS[pairs[:-1, 1]].astype(float)
+    difference = (q - weight @ q) - (d - weight @ d)
+    S = difference.T @ np.diag(weight) @ difference
+    S = (1 - shrinkage) * S + shrinkage * np.trace(S) / len(S) * np.eye(len(S))
+    white = whiten_pairs(QUERIES, DOCUMENTS, pairs, shrinkage=shrinkage)
+    product = white.matrix.astype(float) @ S @ white.matrix
+    np.testing.assert_allclose(product, product[0, 0] * np.eye(len(S)), atol=2e-5 * product[0, 0])
+    np.testing.assert_allclose(np.square(white.matrix).sum(1).mean(), 1, rtol=1e-5)
+    np.testing.assert_allclose(white.query_mean, weight @ q, atol=1e-6)
+    np.testing.assert_allclose(white.document_mean, weight @ d, atol=1e-6)
+
+
+def test_whitening_of_equal_rows_only_centres_them():
+    white = whiten_pairs(DOCUMENTS, DOCUMENTS, [(0, 0), (1, 1)])
+    np.testing.assert_array_equal(white.matrix, np.eye(16))
+
+
+def test_whitening_refuses_pairs_without_weight():
+    with pytest.raises(InputError, match="grade of 1 or more"):
+        whiten_pairs(QUERIES, DOCUMENTS, [(0, 0, 0)])
+    with pytest.raises(InputError, match="shrinkage"):
+        whiten_pairs(QUERIES, DOCUMENTS, PAIRS, shrinkage=0)
+
+
+# The softmax over the documents
+
+
+def plain_loss(z, zd, pairs, tau, lists=None):
+    "The loss written out, with all scores at once; rows of `z` are the distinct queries of the pairs, ascending."
+    total, rows = 0.0, np.unique(pairs[:, 0])
+    for i, query in enumerate(rows):
+        own = pairs[pairs[:, 0] == query]
+        scores = z[i] @ zd.T / tau
+        others = np.setdiff1d(np.arange(len(zd)) if lists is None else lists[query], own[:, 1])
+        others = torch.from_numpy(others[others >= 0])
+        for _, document, grade in own:
+            term = torch.log1p(torch.exp(scores[others] - scores[document]).sum())
+            total = total + grade / own[:, 2].sum() * term
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("block", [2**14, 7])
+@pytest.mark.parametrize("case", ["frozen", "whitened", "document", "given"])
+def test_objective_equals_the_plain_loss(case, block, monkeypatch):
+    monkeypatch.setattr(module, "_DOCUMENTS_AT_ONCE", block)
+    pairs = np.array([(0, 0, 3), (0, 9, 1), (2, 1, 1), (5, 2, 2)])
+    lists = np.random.default_rng(0).integers(-1, 60, (120, 6)) if case == "given" else None
+    white = whiten_pairs(QUERIES, DOCUMENTS, PAIRS) if case == "whitened" else None
+    index = module._PairIndex(module._weighted_pairs(pairs), "cpu", lists)
+    corpus = module._Corpus(DOCUMENTS, "cpu", white)
+    zd = torch.from_numpy(DOCUMENTS)
+    if white is not None:
+        zd = torch.nn.functional.normalize(
+            (zd - torch.from_numpy(white.document_mean)) @ torch.from_numpy(white.matrix)
+        )
+    weight = torch.full((16, 16), 0.01, requires_grad=True)
+    adapter = (lambda x: torch.nn.functional.normalize(x + x @ weight)) if case == "document" else None
+    x = torch.from_numpy(QUERIES[index.queries])
+    z = x.clone().requires_grad_()
+    loss = pair_objective(index, corpus, 0.2, adapter).step(lambda rows: z[rows], x, None, torch.arange(3), None).loss
+    leaf = weight if case == "document" else z
+    want = plain_loss(x if adapter else z, adapter(zd) if adapter else zd, pairs, 0.2, lists)
+    torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-5)
+    got, expected = (torch.autograd.grad(value, leaf)[0] for value in (loss, want))
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_query_whose_documents_are_all_relevant_has_no_loss():
+    pairs = np.array([(0, 0, 1), (0, 1, 1), (1, 1, 1)])
+    index = module._PairIndex(module._weighted_pairs(pairs), "cpu")
+    z = torch.eye(4)[:2].requires_grad_()
+    corpus = module._Corpus(np.eye(4, dtype=np.float32)[:2], "cpu")
+    loss = pair_objective(index, corpus, 0.1).step(lambda rows: z[rows], z, None, torch.tensor([0]), None).loss
+    assert loss == 0 and (torch.autograd.grad(loss, z)[0] == 0).all()
+
+
+def test_negatives():
+    nearest = find_negatives(3, QUERIES, DOCUMENTS, PAIRS)
+    assert nearest.shape == (120, 3) and (nearest != PAIRS[:, 1:2]).all()
+    scores = QUERIES @ DOCUMENTS.T
+    scores[PAIRS[:, 0], PAIRS[:, 1]] = -2
+    assert (np.sort(nearest) == np.sort(np.argsort(-scores)[:, :3])).all()
+    with pytest.raises(InputError, match="every query with a relevant one"):
+        find_negatives(np.array([(0, 1)]), QUERIES, DOCUMENTS, PAIRS)
+    with pytest.raises(InputError, match="negatives"):
+        check_negatives(0, 120, 60)
+
+
+@pytest.mark.parametrize("negatives", [5, np.column_stack([PAIRS[:, 0], (PAIRS[:, 1] + 1) % 60])])
+def test_negatives_change_what_is_trained(negatives):
+    config = PairConfig("query", train=TrainConfig(epochs=2, batch_size=32))
+    some, all_ = (fit_pair_path(config, QUERIES, DOCUMENTS, PAIRS, negatives=n).at(1.0)[0] for n in (negatives, None))
+    assert not torch.equal(some.weight, all_.weight)
+    selection = select_pair_adapter(QUERIES, DOCUMENTS, PAIRS, {"query": config}, negatives=negatives)
+    assert len(selection.table) == 5
+
+
+# Fitting
+
+
+@pytest.mark.parametrize("name", PAIR_CANDIDATES)
+def test_every_candidate_gains_where_queries_differ_from_documents_along_few_directions(name):
+    config = PAIR_CANDIDATES[name]
+    if config.train is not None:
+        config = replace(config, train=TrainConfig(epochs=40, batch_size=16, lr=5e-3, weight_decay=1.0))
+    path = fit_pair_path(config, QUERIES, DOCUMENTS, PAIRS[PAIRS[:, 1] < 40])
+    held_out = PAIRS[PAIRS[:, 1] >= 40]
+
+    def share_found(strength):
+        zq, zd = (transform(a, x) for a, x in zip(path.at(strength), (QUERIES, DOCUMENTS)))
+        return ((zq @ zd.T).argmax(1) == PAIRS[:, 1])[held_out[:, 0]].mean()
+
+    frozen = ((QUERIES @ DOCUMENTS.T).argmax(1) == PAIRS[:, 1])[held_out[:, 0]].mean()
+    assert share_found(1.0) > frozen
+    if config.side != "two":
+        assert share_found(0.0) == frozen
+    for side, adapter, x in zip(("query", "document"), path.at(1.0), (QUERIES, DOCUMENTS)):
+        is_adapted = config.side in (side, "both", "two")
+        assert np.allclose(transform(adapter, x), x, atol=1e-6) != is_adapted
+
+
+def test_documents_in_a_memory_map_give_the_same_fit(tmp_path):
+    np.save(tmp_path / "d.npy", DOCUMENTS * 3)
+    documents = np.load(tmp_path / "d.npy", mmap_mode="r")
+    config = PairConfig("two", 0.5, train=TrainConfig(epochs=2, batch_size=32))
+    want, got = (fit_pair_path(config, QUERIES, d, PAIRS).at(1.0)[0] for d in (DOCUMENTS, documents))
+    torch.testing.assert_close(got.weight, want.weight, rtol=1e-3, atol=1e-5)
+
+
+def test_configurations_that_contradict_themselves_are_refused():
+    for side, shrinkage, train in (
+        ("query", 0.5, None),
+        ("both", None, None),
+        ("both", 0.5, TrainConfig()),
+        ("x", 1, None),
+    ):
+        with pytest.raises(InputError, match="side|PairConfig"):
+            PairConfig(side, shrinkage, train=train)
+    with pytest.raises(InputError, match="two queries"):
+        fit_pair_path(PAIR_CANDIDATES["query"], QUERIES, DOCUMENTS, [(0, 0)])
+
+
+# Folds
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_folds_hold_out_documents(group_size):
+    groups = np.arange(60) // group_size
+    folds = pair_folds(PAIRS, groups, np.random.default_rng(0), n_folds=3)
+    assert [bool(len(fold.new)) for fold in folds] == [True] * 3 + [False] * 3
+    for fold in folds:
+        named = set(groups[fold.train_pairs[:, 1]])
+        fitted = set(fold.train_pairs[:, 0])
+        assert not named & set(groups[PAIRS[fold.new, 1]]) and set(groups[PAIRS[fold.known, 1]]) <= named
+        assert not fitted & {*fold.known, *fold.new} and bool(len(fold.known)) != bool(len(fold.new))
+    if group_size == 1:
+        assert sorted(np.concatenate([fold.new for fold in folds])) == list(range(120))
+        assert len(folds[3].train_pairs) == 80 > len(folds[0].train_pairs)
+    asked = np.concatenate([fold.known for fold in folds])
+    assert len(asked) == len(set(asked)) > 60
+
+
+def test_documents_of_one_query_give_no_fold_for_known_documents():
+    _, _, pairs = planted(queries_each=1)
+    assert len(pair_folds(pairs, np.arange(60), np.random.default_rng(0))) == 4
+
+
+def test_one_group_of_all_documents_is_refused():
+    with pytest.raises(InputError, match="no training pair is left"):
+        pair_folds(PAIRS, np.zeros(60, int), np.random.default_rng(0))
+
+
+# Selection
+
+
+def test_selection_is_the_same_with_several_jobs_and_finds_the_gain():
+    one, two = (select_pair_adapter(QUERIES, DOCUMENTS, PAIRS, n_jobs=n) for n in (None, 2))
+    assert one.table.drop(columns="seconds").equals(two.table.drop(columns="seconds"))
+    assert not one.frozen and one.config == PAIR_CANDIDATES[one.method]
+    best = one.table[one.table.safety_check == "pass"].gain.max()
+    assert one.table[(one.table.method == one.method) & (one.table.strength == one.strength)].gain.item() == best > 5
+
+
+def test_harm_on_new_documents_is_refused():
+    rng = np.random.default_rng(0)
+    queries = normalize(DOCUMENTS[PAIRS[:, 1]] + 0.1 * rng.normal(size=QUERIES.shape))
+    too_fast = {"too fast": PairConfig("query", train=TrainConfig(epochs=3, batch_size=16, lr=10.0))}
+    selection = select_pair_adapter(queries, DOCUMENTS, PAIRS, too_fast, strengths=(1.0,))
+    assert selection.frozen and "queries for new documents may lose" in selection.table.reason[1]
+
+
+def test_one_query_a_document_is_measured_on_new_documents_alone():
+    selection = select_pair_adapter(*planted(n_documents=80, queries_each=1))
+    assert "known documents, so these were not measured" in selection.reason
+    assert np.allclose(selection.table.seen, selection.table.unseen)
+
+
+def test_few_queries_keep_the_frozen_embeddings():
+    selection = select_pair_adapter(QUERIES, DOCUMENTS, PAIRS[:10])
+    assert selection.frozen and "too few queries" in selection.reason
+
+
+def test_sides():
+    assert {c.side for c in pair_candidates("auto").values()} == {"query", "both", "two"}
+    assert all({c.side for c in pair_candidates(side).values()} == {side} for side in SIDES)
+    with pytest.raises(InputError, match="side must be one of auto, query"):
+        pair_candidates("left")
+
+
+# The estimator
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return EmbeddingAdapter().fit_pairs(QUERIES * 2, DOCUMENTS, PAIRS[:100])
+
+
+def test_saved_and_loaded(fitted, tmp_path):
+    loaded = EmbeddingAdapter.load(fitted.save(tmp_path / "a"))
+    for name in ("transform_queries", "transform_documents"):
+        np.testing.assert_array_equal(getattr(loaded, name)(QUERIES), getattr(fitted, name)(QUERIES))
+    assert loaded.selection_.config == fitted.selection_.config and loaded.fingerprint_ == fitted.fingerprint_
+    table = evaluate_pairs(loaded, QUERIES, DOCUMENTS, PAIRS)
+    assert table.equals(evaluate_pairs(fitted, QUERIES, DOCUMENTS, PAIRS))
+    (tmp_path / "a" / "adapter.documents.safetensors").unlink()
+    with pytest.raises(InputError, match=r"adapter\.documents\.safetensors: no such adapter"):
+        EmbeddingAdapter.load(tmp_path / "a")
+
+
+def test_files_of_the_other_kind_do_not_stay(fitted, tmp_path):
+    by_class = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1])
+    fitted.save(tmp_path / "a")
+    by_class.save(tmp_path / "a")
+    assert EmbeddingAdapter.load(tmp_path / "a").fingerprint_ == by_class.fingerprint_
+    fitted.save(tmp_path / "a")
+    assert EmbeddingAdapter.load(tmp_path / "a").fingerprint_ == fitted.fingerprint_
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert "adapter.safetensors" not in names and "adapter.fit_documents.npy" in names
+
+
+def test_sides_of_two_adapters_cannot_be_swapped(fitted, tmp_path):
+    fitted.save(tmp_path / "a")
+    queries, documents = (tmp_path / "a" / f"adapter.{side}.safetensors" for side in ("queries", "documents"))
+    other = queries.read_bytes()
+    queries.write_bytes(documents.read_bytes())
+    documents.write_bytes(other)
+    if fitted.selection_.config.side != "both" or other != queries.read_bytes():
+        with pytest.raises(InputError, match="describes other weights"):
+            EmbeddingAdapter.load(tmp_path / "a")
+
+
+def test_after_fit_both_sides_are_transform_and_after_fit_pairs_there_is_none(fitted):
+    by_class = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1])
+    for name in ("transform_queries", "transform_documents"):
+        np.testing.assert_array_equal(getattr(by_class, name)(QUERIES), by_class.transform(QUERIES))
+    with pytest.raises(InputError, match="transform_queries or transform_documents"):
+        fitted.transform(QUERIES)
+    refitted = EmbeddingAdapter().fit_pairs(QUERIES, DOCUMENTS, PAIRS)
+    refitted.set_params(method="wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1])
+    assert not hasattr(refitted, "query_adapter_") and refitted.transform(QUERIES).shape == QUERIES.shape
+
+
+def test_pairs_cannot_be_updated(fitted, tmp_path):
+    for change in (fitted.partial_fit, fitted.forget):
+        with pytest.raises(InputError, match="call fit_pairs with all pairs"):
+            change(QUERIES, PAIRS[:, 1])
+    with pytest.raises(InputError, match="fitted on pairs"):
+        fitted.save(tmp_path / "a", statistics=True)
+
+
+def test_a_refused_adapter_changes_nothing():
+    rng = np.random.default_rng(0)
+    x = normalize(rng.normal(size=(40, 8)))
+    adapter = EmbeddingAdapter(max_unseen_loss=0.0).fit_pairs(x, x, np.column_stack([np.arange(40), np.arange(40)]))
+    assert adapter.frozen_
+    np.testing.assert_allclose(adapter.transform_queries(x), x, atol=1e-6)
+    np.testing.assert_allclose(adapter.transform_documents(x), x, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"pairs": PAIRS + [0, 60, 0]}, "document"),
+        ({"pairs": PAIRS * [1, 1, 0]}, "grade of 1 or more"),
+        ({"pairs": PAIRS[:, :1]}, "2 or 3 columns"),
+        ({"documents": DOCUMENTS[:, :8]}, "expecting 16 features"),
+        ({"queries": QUERIES * 0}, "norm"),
+        ({"side": "left"}, "side must be one of"),
+        ({"groups": [0, 1]}, "groups"),
+        ({"negatives": "hard"}, "pairs|negatives"),
+        ({"method": "wccn"}, "method names methods for classes"),
+        ({"max_unseen_loss": None}, "side='auto' needs a max_unseen_loss"),
+    ],
+)
+def test_wrong_input_is_refused(change, message):
+    given = dict(queries=QUERIES, documents=DOCUMENTS, pairs=PAIRS) | change
+    params = {name: given.pop(name) for name in ("method", "max_unseen_loss") if name in given}
+    with pytest.raises(InputError, match=message):
+        EmbeddingAdapter(**params).fit_pairs(**given)
+
+
+def test_a_side_can_be_fitted_without_comparison():
+    adapter = EmbeddingAdapter(max_unseen_loss=None).fit_pairs(QUERIES, DOCUMENTS, PAIRS, side="query")
+    assert adapter.selection_.strength == 1.0 and not len(adapter.selection_.table)
+    np.testing.assert_allclose(adapter.transform_documents(DOCUMENTS), DOCUMENTS, atol=1e-6)
+
+
+# Evaluation
+
+
+def test_evaluation_tells_known_from_new_documents(fitted):
+    table = evaluate_pairs(fitted, QUERIES, DOCUMENTS, PAIRS, k=5)
+    counts = table[table.measure == "ndcg@5"].set_index("group").n_queries.to_dict()
+    assert counts == {"all": 20, "new documents": 20, "fitted queries": 100}
+    fewer = EmbeddingAdapter(max_unseen_loss=None).fit_pairs(QUERIES, DOCUMENTS, PAIRS[:100:2], side="both")
+    counts = evaluate_pairs(fewer, QUERIES, DOCUMENTS, PAIRS).groupby("group").n_queries.first().to_dict()
+    assert counts == {"all": 70, "known documents": 50, "new documents": 20, "fitted queries": 50}
+    assert (table.low <= table.change).all() and (table.change <= table.high).all()
+    np.testing.assert_allclose(table.adapted - table.frozen, table.change)
+
+
+def test_evaluation_of_the_other_kind_is_refused(fitted):
+    with pytest.raises(InputError, match="fit_pairs"):
+        evaluate(fitted, QUERIES, PAIRS[:, 1])
+    with pytest.raises(InputError, match="fitted with fit_pairs"):
+        evaluate_pairs(
+            EmbeddingAdapter("wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1]), QUERIES, DOCUMENTS, PAIRS
+        )
