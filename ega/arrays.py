@@ -71,7 +71,7 @@ def optional_class(
     module: str,  # name of an optional module
     name: str,  # of a class in it
 ) -> Any:  # the class; `object` where the package is not installed
-    "A class of an optional package to inherit from, so that a module can be imported without the package."
+    "Import a class of an optional package as a base class; `object` stands for it where the package is missing."
     if importlib.util.find_spec(module.split(".")[0]) is None:
         return object
     return getattr(importlib.import_module(module), name)

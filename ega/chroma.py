@@ -97,11 +97,11 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         return self._transforms
 
     def __call__(self, input: Any) -> Any:
-        "Adapted embeddings of documents."
+        "Embed documents and adapt their embeddings."
         return list(self.transforms.documents.transform(self.function(input)))
 
     def embed_query(self, input: Any) -> Any:
-        "Adapted embeddings of query texts."
+        "Embed queries and adapt their embeddings."
         return list(self.transforms.queries.transform(self.function.embed_query(input)))
 
     @staticmethod
@@ -125,7 +125,7 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         return AdaptedEmbeddingFunction(function, config["adapter"], fingerprint=config["fingerprint"])
 
     def validate_config_update(self, old_config: "dict[str, Any]", new_config: "dict[str, Any]") -> None:
-        "Raise `InputError` if a collection is given another adapter than it was filled with."
+        "Raise `InputError` if the new configuration has another adapter than the one the collection was filled with."
         _check_same_adapter(old_config, new_config["fingerprint"])
 
 # %% ../nbs/library/36_chroma.ipynb #e4a1f36c

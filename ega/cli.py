@@ -579,7 +579,7 @@ def _wrap(text, **options):
 
 
 def _new_estimator(args, method):
-    "An estimator with the settings of the command."
+    "Make an EmbeddingAdapter with the settings of the command."
     from ega.estimator import EmbeddingAdapter
 
     given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
@@ -658,7 +658,7 @@ def _describe_check(selection, measure, unseen_name):
 
 
 def _format_candidates(table, seen_name, unseen_name):
-    "The table of candidates in 80 columns: changes in points, with 95 % intervals, and why a candidate fails."
+    "Format the table of candidates in 80 columns: changes in points, with 95 % intervals, and why a candidate fails."
     import pandas as pd
 
     def interval(part):
@@ -787,7 +787,7 @@ def _records(table):
 
 # %% ../nbs/library/30_cli.ipynb #faa6e9ed
 def _format_pairs(table):
-    "The table of `evaluate_pairs` for a terminal: points with their interval."
+    "Format the table of `evaluate_pairs` for a terminal: points with their intervals."
     import pandas as pd
 
     columns = {
@@ -1241,7 +1241,7 @@ def _data_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #321d09e2
 def _pair_arguments(command):
-    "Queries, documents and pairs instead of embeddings and labels, for `ega fit` and `ega evaluate`."
+    "Add the arguments of `ega fit` and `ega evaluate` for queries, documents and pairs, instead of labels."
     add = command.add_argument
     add(
         "--pairs",

@@ -24,14 +24,7 @@ from sklearn.utils.validation import check_is_fitted
 
 # %% ../nbs/library/24_estimator.ipynb #119997c7
 import ega
-from ega.adapters import (
-    LinearAdapter,
-    adapter_fingerprint,
-    l2_normalize,
-    load_adapter,
-    save_adapter,
-    transform,
-)
+from .adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from ega.arrays import (
     InputError,
     as_unit_rows,
@@ -65,8 +58,15 @@ from ega.files import (
 )
 from .methods import STATISTICS_TRANSFORMS, can_update, fit_adapter, needed_rows, update_adapter
 from .packs import row_split
-from .pairs import PairConfig, check_negatives, fit_pair_path, pair_candidates, select_pair_adapter
-from .relevance import check_pairs, queries_with_relevant
+from ega.pairs import (
+    PairConfig,
+    check_negatives,
+    check_relevant_pairs,
+    fit_pair_path,
+    pair_candidates,
+    select_pair_adapter,
+)
+from .relevance import queries_with_relevant
 from ega.selection import (
     CANDIDATES,
     STRENGTHS,
@@ -358,7 +358,7 @@ def _without_fit(estimator):
 
 
 def _joint_fingerprint(adapters):
-    "The fingerprint of one adapter; of two, the hash of both."
+    "Fingerprint of a list of adapters: that of the only one, or the SHA-256 of both."
     parts = [adapter_fingerprint(adapter) for adapter in adapters]
     return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
@@ -611,8 +611,8 @@ class _ExportMixin:
         check_is_fitted(self)
         if not hasattr(self, "adapter_"):
             raise InputError(
-                "to_onnx exports one adapter, and pairs were fitted with two; save them, and see "
-                "ega.adapters.LinearAdapter for what they compute"
+                "to_onnx writes one adapter, and fit_pairs fitted one for queries and one for documents; both compute "
+                "l2(A x + b): export the matrices and offsets of query_adapter_ and document_adapter_"
             )
         return _export_onnx(self.adapter_, path)
 
@@ -860,7 +860,7 @@ def _transform_with(estimator, adapter, X):
 
 
 def _select_pairs(estimator, queries, documents, pairs, side, groups, negatives, progress):
-    "The Selection of an estimator that is being fitted on pairs."
+    "Select a candidate for the pairs; without `max_unseen_loss` the first of the side, at strength 1."
     candidates = pair_candidates(side, seed=estimator.random_state)
     if estimator.max_unseen_loss is None:
         name, config = next(iter(candidates.items()))
@@ -902,9 +902,7 @@ def _fit_pairs(estimator, queries, documents, pairs, side, groups, negatives, pr
     check_feature_names(estimator, queries, reset=True)
     check_feature_names(estimator, documents, reset=False)
     xd = check_matrix(documents, xq.shape[1], name="documents")
-    pairs = check_pairs(pairs, len(xq), len(xd))
-    if not len(queries_with_relevant(pairs)):
-        raise InputError("pairs must hold a pair with a grade of 1 or more, got none; check the grades")
+    pairs = check_relevant_pairs(pairs, len(xq), len(xd))
     found, digests = [], [hash_arrays(pairs)]
     for name, x, rows in (("queries", xq, pairs[:, 0]), ("documents", xd, pairs[:, 1])):
         in_pairs = np.full(len(x), -1)
@@ -1184,7 +1182,7 @@ class _UpdateMixin:
         calls keep both, so the first call needs at least ``max(10, 2 * cv)`` classes: with fewer, the frozen
         embeddings are selected, and kept until `fit` is called. The closed form becomes that of a fit on all rows, up
         to rounding. A trained part is trained further, on the new rows only, for at most a quarter of the epochs of a
-        fit; a fit on all rows is often one or two points of LP@1 better.
+        fit; a fit on all rows can be better.
 
         Parameters
         ----------

@@ -47,8 +47,8 @@ _MAX_QUERIES = 500  # of the seen and of the held-out classes of a fold
 _MAX_LEAVE_ONE_OUT = 2000  # queries
 
 
-def _search(z, y, fold):
-    "LP@1 of the seen and of the held-out queries of a fold in its mixed gallery, and which of the latter are captured."
+def _search_fold(z, y, fold):
+    "Search the queries of a fold in its mixed gallery: LP@1 of the seen and the held-out ones, captures of the latter."
     queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
     found = label_hits(z, y, queries, gallery)
     n_seen = len(fold.seen_queries)
@@ -61,7 +61,7 @@ def _queries(folds):
 
 
 def _frozen_table(x, y, folds, hits, rng):
-    "LP@1 of the frozen embeddings in points, with 95 % intervals; hits: of `_search` on each fold."
+    "LP@1 of the frozen embeddings in points, with 95 % intervals; hits: of `_search_fold` on each fold."
     queries = rows_with_classmate(y, np.arange(len(y)))
     if len(queries) > _MAX_LEAVE_ONE_OUT:
         queries = np.sort(rng.choice(queries, _MAX_LEAVE_ONE_OUT, replace=False))
@@ -91,7 +91,7 @@ def _fold_changes(x, y, fold, fit_rows, frozen, strengths):
     for strength in strengths:
         z = u.lerp(v, strength)
         z /= z.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        seen, held_out, _ = _search(z.numpy(), y, fold)
+        seen, held_out, _ = _search_fold(z.numpy(), y, fold)
         changes[strength] = (seen - frozen[0], held_out - frozen[1])
     return changes
 
@@ -116,8 +116,8 @@ _SMALLER = {  # shares of the rows of each class and of the classes
 _SMALLER_FOLDS = 2  # of the folds, in which less is fitted
 
 
-def _smaller_parts(y, fit, rng):
-    "{name: row numbers} of parts of the fitted rows with two rows of a class; a quarter lies in the half."
+def _draw_smaller_parts(y, fit, rng):
+    "Draw smaller parts of the fitted rows, at least two of a class: {name: row numbers}; a quarter is in the half."
     groups = [rng.permutation(fit[rows]) for rows in rows_by_class(y[fit])]
     groups = [groups[i] for i in rng.permutation(len(groups))]
     typical, parts = np.median([len(rows) for rows in groups]), {"all": fit}
@@ -139,7 +139,7 @@ def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs)
     "Change of LP@1 by less data against all of it, in points, a row for each part."
     found, sizes = {}, {}
     for fold, before, full in zip(folds, frozen, changes):
-        for name, rows in _smaller_parts(y, fold.fit, rngs.split).items():
+        for name, rows in _draw_smaller_parts(y, fold.fit, rngs.split).items():
             part = full if name == "all" else _fold_changes(x, y, fold, rows, before, (strength,))
             pair = [100 * (a - b) for a, b in zip(part[strength], full[strength])]
             found.setdefault(name, []).append(pair)
@@ -180,7 +180,7 @@ class GainEstimate:
     reason: str  # why it passes or fails, or why nothing was estimated
 
     def __str__(self):
-        return _page(self)
+        return _format_estimate(self)
 
     def to_dict(self) -> dict:
         "A dictionary that JSON can hold; nan becomes None."
@@ -194,8 +194,8 @@ class GainEstimate:
         return values
 
 # %% ../nbs/library/37_gain.ipynb #67c66969
-def _points(mean, low, high, sign="+"):
-    "A number in points with its interval."
+def _format_points(mean, low, high, sign="+"):
+    "Format a number of points with its interval."
     mean, low, high = (round(number, 1) + 0.0 for number in (mean, low, high))  # + 0.0: no -0.0
     return f"{mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
@@ -203,10 +203,10 @@ def _points(mean, low, high, sign="+"):
 def _columns(table, name):
     "The numbers of a table with their intervals, as texts; empty where they are missing."
     numbers = zip(*(table[f"{name}{end}"] for end in ("", "_low", "_high")))
-    return ["" if mean != mean else _points(mean, low, high) for mean, low, high in numbers]
+    return ["" if mean != mean else _format_points(mean, low, high) for mean, low, high in numbers]
 
 
-def _verdict(estimate):
+def _gain_sentences(estimate):
     "Sentences about what can be gained."
     lp = estimate.frozen.lp_at_1[0]
     if estimate.copies:
@@ -219,8 +219,8 @@ def _verdict(estimate):
         yield f"What an adapter gains cannot be estimated: {estimate.reason}."
         return
     best = estimate.candidates[estimate.candidates.strength == estimate.strength].iloc[-1]
-    numbers = f"seen classes {_points(best.seen, best.seen_low, best.seen_high)}, held-out classes "
-    numbers += _points(best.unseen, best.unseen_low, best.unseen_high)
+    numbers = f"seen classes {_format_points(best.seen, best.seen_low, best.seen_high)}, held-out classes "
+    numbers += _format_points(best.unseen, best.unseen_low, best.unseen_high)
     if estimate.passes:
         yield f"At strength {best.strength:g} it passes the safety check with the largest gain: {numbers}."
     else:
@@ -233,7 +233,7 @@ def _advice(line, unit, n_small, n_full, name):
     "What the larger of two amounts of data brought, and what to do."
     mean, low, high = (-line[f"{name}{end}"] for end in ("", "_high", "_low"))
     what = "the gain" if name == "gain" else "LP@1 of held-out classes"
-    text = f"From {n_small:g} to {n_full:g} {unit} {what} changed by {_points(mean, low, high)}"
+    text = f"From {n_small:g} to {n_full:g} {unit} {what} changed by {_format_points(mean, low, high)}"
     if low > 0:
         return f"{text}. More {unit} help: twice as many may bring about as much again, or less."
     if high < 1:
@@ -257,13 +257,13 @@ def _data_sentences(estimate):
         yield _advice(line, "classes", line.n_classes, full.n_classes, "unseen")
 
 
-def _page(estimate):
-    "The estimate in 80 columns."
+def _format_estimate(estimate):
+    "Format a GainEstimate as a page of 80 columns."
     e, blocks = estimate, []
     some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
     sizes = f"{e.n_classes:,} classes of {e.rows_per_class:g} rows (median)"
     blocks.append(f"{e.n_labelled:,} labelled rows; {some}{sizes}.")
-    lp = [_points(*values, sign="") for values in zip(e.frozen.lp_at_1, e.frozen.low, e.frozen.high)]
+    lp = [_format_points(*values, sign="") for values in zip(e.frozen.lp_at_1, e.frozen.low, e.frozen.high)]
     columns = {"queries of": e.frozen.classes + " classes", "gallery": e.frozen.gallery, "LP@1": lp}
     title = "LP@1 (share of queries whose nearest neighbour carries their label) of the frozen embeddings, in points "
     blocks.append(f"{fill(title + 'with 95 % intervals:', 80)}\n{pd.DataFrame(columns).to_string(index=False)}")
@@ -276,7 +276,7 @@ def _page(estimate):
         columns |= {"safety check": table.safety_check}
         title = "Change of LP@1 by a closed form, discriminant whitening, without training:"
         blocks.append(f"{title}\n{pd.DataFrame(columns).to_string(index=False)}")
-    blocks.append("\n".join(fill(sentence, 80) for sentence in _verdict(e)))
+    blocks.append("\n".join(fill(sentence, 80) for sentence in _gain_sentences(e)))
     if len(e.smaller) > 1:
         table = e.smaller[e.smaller.part != "all"]
         columns = {"fitted on": table.part, "rows each": table.rows_per_class.map("{:g}".format)}
@@ -301,7 +301,7 @@ def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
         folds = leave_classes_out(y, rngs.split, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
     reason = _missing(y, folds)
     folds = [] if reason else folds
-    frozen = [_search(x, y, fold) for fold in folds]
+    frozen = [_search_fold(x, y, fold) for fold in folds]
     table, copies = _frozen_table(x, y, folds, frozen, rngs.eval)
     counts = {"n_labelled": n_labelled, "n_rows": len(y), "n_classes": len(sizes)}
     counts |= {"rows_per_class": float(np.median(sizes)), "copies": copies, "frozen": table}

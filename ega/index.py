@@ -152,7 +152,7 @@ class SearchTransforms(NamedTuple):
 
 
 def _join_sides(queries, documents):
-    "The SearchTransforms of two sides; its fingerprint is that of an EmbeddingAdapter with these two adapters."
+    "Join the transforms of queries and documents, with the fingerprint of an EmbeddingAdapter that has both."
     joined = hashlib.sha256((queries.fingerprint + documents.fingerprint).encode()).hexdigest()
     return SearchTransforms(queries, documents, joined)
 
@@ -316,7 +316,7 @@ def load_transform(
 
 
 def _check_fingerprint(m, fingerprint):
-    "Raise `InputError` if an adapter has another fingerprint than the expected one."
+    "Raise `InputError` unless an adapter has the expected fingerprint."
     if m.fingerprint != fingerprint:
         raise InputError(
             f"expected the adapter with fingerprint {fingerprint[:12]}, got {m.fingerprint[:12]}; embeddings of "

@@ -351,7 +351,7 @@ def _read_ids(found, id_column):
 
 
 def _squared_distances(found):
-    "Found rows with the squared L2 between unit rows in place of 1 - cosine, which is half of it."
+    "Replace the cosine distances of found rows by squared L2 distances of unit rows, which are twice as large."
     import pyarrow as pa
 
     distances = pa.array(2 * found["_distance"].to_numpy().clip(min=0))  # rounding makes 1 - cosine negative

@@ -62,11 +62,11 @@ class AdaptedEmbeddings(_Embeddings):
         return self.adapter.queries.transform([vector])[0].tolist()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        "Adapted embeddings of texts that are stored."
+        "Embed texts that are stored, and adapt their embeddings."
         return self._adapt_documents(self.embeddings.embed_documents(texts))
 
     def embed_query(self, text: str) -> list[float]:
-        "Adapted embedding of a query."
+        "Embed a query and adapt its embedding."
         return self._adapt_query(self.embeddings.embed_query(text))
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:

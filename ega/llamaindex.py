@@ -62,7 +62,7 @@ class AdaptedEmbedding(_BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        "Name of the class, as LlamaIndex stores it."
+        "Return the name under which LlamaIndex stores the class."
         return "AdaptedEmbedding"
 
     def _adapt_texts(self, vectors):

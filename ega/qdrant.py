@@ -47,7 +47,7 @@ def _set_metadata(client, collection, vector, **values):
 
 
 def _check_vector(info, vector, dim=None):
-    "Raise `InputError` unless a collection has this vector, with one list of `dim` numbers a point."
+    "Raise `InputError` unless a collection has this vector, one list of `dim` numbers for each point."
     params = _vector_params(info)
     if not isinstance(vector, str) or vector not in params:
         names = ", ".join(map(repr, params)) or "none"
@@ -95,8 +95,8 @@ def _read_raw(points, vector):
     return x
 
 
-def _all_points(client, collection, condition, names, batch_size):
-    "Batches of the points that meet a condition, with the named vectors and without payload."
+def _iter_points(client, collection, condition, names, batch_size):
+    "Yield the points that meet a condition in batches, with the named vectors and without payload."
     offset: Any = None
     while True:
         options = dict(scroll_filter=condition, with_vectors=names, with_payload=False)
@@ -117,7 +117,7 @@ def _write_adapted(client, collection, name, points, z):
 def _add_adapted_vector(client, collection, name, m, vector, batch_size):
     "Add an empty vector for an adapter, after checking the raw vectors of all points."
     models = import_optional("qdrant_client.models", "qdrant")
-    for points in _all_points(client, collection, _condition(vector), [vector], batch_size):
+    for points in _iter_points(client, collection, _condition(vector), [vector], batch_size):
         _read_raw(points, vector)
     _set_metadata(client, collection, name, ega_adapter=m.fingerprint, ega_source=vector)
     params = models.DenseVectorConfig(size=m.output_dim, distance=models.Distance.EUCLID)
@@ -126,7 +126,7 @@ def _add_adapted_vector(client, collection, name, m, vector, batch_size):
 
 def _rewrite_changed(client, collection, name, m, vector, batch_size):
     "Adapt again the points whose adapted vector is not that of their raw vector, as after an update."
-    for points in _all_points(client, collection, _condition(name, vector), [name, vector], batch_size):
+    for points in _iter_points(client, collection, _condition(name, vector), [name, vector], batch_size):
         z = m.transform(_read_raw(points, vector))
         changed = np.flatnonzero(np.abs(_vectors(points, name) - z).max(1) > 1e-5)
         if len(changed):
@@ -226,7 +226,7 @@ def activate(
     *,
     vector: str = "",  # raw vector
 ) -> None:
-    "Make a vector the active one."
+    "Choose the vector that `AdaptedCollection` searches, the active one."
     info = _collection_info(client, collection)
     for other in (vector, name):
         _check_vector(info, other)
@@ -334,7 +334,7 @@ class AdaptedCollection:
         self._is_raw = self.vector == vector
 
     def _clip_k(self, k):
-        "The number of neighbours, at most the points with the active vector; warns of points without it."
+        "Reduce k to the number of points with the active vector; warns of points without it."
         k = check_positive_int(k, "k")
         n, found = (self.client.count(self.collection, c).count for c in (None, _condition(self.vector)))
         if found < n:

@@ -6,7 +6,7 @@
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'MAX_ROWS', 'resolve_candidate',
            'leave_classes_out', 'FitProgress', 'compare_on_fold', 'compare_on_folds', 'score_candidates',
            'pick_candidate', 'Selection', 'build_cv_results', 'check_settings', 'check_progress', 'compared_rows',
-           'select_adapter']
+           'build_selection', 'select_adapter']
 
 # %% ../nbs/library/23_selection.ipynb #074431df
 import threading
@@ -501,6 +501,28 @@ def compared_rows(
         rows, _ = row_split(y, spawn_rngs(random_state).split, fractions=(share, 1 - share))
     return rows
 
+# %% ../nbs/library/23_selection.ipynb #ba6d0e13
+def build_selection(
+    table: pd.DataFrame,  # from score_candidates; gets a column capture_rate
+    comparisons: list[FoldComparison],
+    configs: dict,  # {name: configuration} of the candidates
+    *,
+    max_unseen_loss: float,
+    confidence: float,
+    n_classes: int,
+    note: str = "",  # put behind the reason
+) -> Selection:
+    "Add the capture rates to the table of candidates, and select the best of those that pass the safety check."
+    captured = [np.concatenate([c.captured[m, s] for c in comparisons]) for m, s in zip(table.method, table.strength)]
+    table.insert(table.columns.get_loc("safety_check"), "capture_rate", [100 * c.mean() for c in captured])
+    best = pick_candidate(table)
+    reason = best.reason
+    if best.method == "frozen":
+        reason = f"no candidate gains within max_unseen_loss={max_unseen_loss:g}"
+    numbers = (max_unseen_loss, confidence, n_classes)
+    config, results = configs.get(best.method), build_cv_results(table, comparisons)
+    return Selection(best.method, float(best.strength), reason + note, table, *numbers, config, results)
+
 # %% ../nbs/library/23_selection.ipynb #select
 def _compare_and_select(
     x, y, folds, candidates, *, max_unseen_loss, unseen_share, confidence, rng, n_classes, n_jobs, progress, **settings
@@ -528,17 +550,9 @@ def _compare_and_select(
         rng=rng,
         seconds={name: sum(c.seconds[name] for c in comparisons) for name, _ in candidates},
     )
-    captured = [np.concatenate([c.captured[m, s] for c in comparisons]) for m, s in zip(table.method, table.strength)]
-    table.insert(table.columns.get_loc("safety_check"), "capture_rate", [100 * c.mean() for c in captured])
-    best = pick_candidate(table)
-    reason = best.reason
-    if best.method == "frozen":
-        reason = f"no candidate gains within max_unseen_loss={max_unseen_loss:g}"
-    config = {c.name: c.config for c in candidates}.get(best.method)
-    results = build_cv_results(table, comparisons)
-    return Selection(
-        best.method, float(best.strength), reason, table, max_unseen_loss, confidence, n_classes, config, results
-    )
+    configs = {c.name: c.config for c in candidates}
+    limits = dict(max_unseen_loss=max_unseen_loss, confidence=confidence)
+    return build_selection(table, comparisons, configs, **limits, n_classes=n_classes)
 
 # %% ../nbs/library/23_selection.ipynb #select-adapter
 def select_adapter(

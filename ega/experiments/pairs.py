@@ -40,7 +40,7 @@ def make_split(
     seed: int,  # of the draws
     n_queries: int = 0,  # training queries that are kept, drawn; 0: all
 ) -> RelevanceSplit:
-    "Make a split of a set of pairs."
+    "Split a relevance set into training pairs and test queries, in one of three ways."
     rng = np.random.default_rng(seed)
     if kind == "own":
         split = split_by_query(relevance, relevance.queries.split == "test")
@@ -117,7 +117,7 @@ def train_in_batch(
     *,
     seed: int = 0,  # of the order of the pairs
 ) -> np.ndarray:  # (d, d): z = l2(x @ matrix)
-    "Train the matrix that is applied to the queries, or to both sides."
+    "Train a matrix for the queries, or one for queries and documents, with the documents of a batch as negatives."
     relevant = pairs[pairs[:, 2] > 0]
     if config.one_document:
         relevant = relevant[np.unique(relevant[:, 0], return_index=True)[1]]
@@ -187,12 +187,12 @@ def nudge(
 
 
 def fit_nudge_m(length: float, queries: np.ndarray, documents: np.ndarray, pairs: np.ndarray) -> Adapted:
-    "NUDGE-M at a length."
+    "Apply NUDGE-M: move each named document by `length`."
     return Adapted(queries, nudge(documents, queries, pairs, length, on_sphere=False))
 
 
 def fit_nudge_n(length: float, queries: np.ndarray, documents: np.ndarray, pairs: np.ndarray) -> Adapted:
-    "NUDGE-N at a length."
+    "Apply NUDGE-N: move each named document by `length` on the sphere."
     return Adapted(queries, nudge(documents, queries, pairs, length, on_sphere=True))
 
 # %% ../../nbs/experiments/13_pairs.ipynb #3f605982
@@ -237,7 +237,7 @@ def _row(arm, ndcg, seconds, choice=""):
 
 
 def measure_peers(queries: np.ndarray, documents: np.ndarray, split: RelevanceSplit, pairs: np.ndarray) -> list[dict]:
-    "Rows of the frozen embeddings and of each peer."
+    "Measure the frozen embeddings and each peer; a row for each."
     lines = [_row("frozen", ndcg_of(queries, documents, pairs, split.test_queries), 0.0)]
     for name, (fit, settings) in PEERS.items():
         start = time.process_time()
@@ -256,7 +256,7 @@ def measure_candidates(
     pairs: np.ndarray,  # (m, 3) all
     table: pd.DataFrame,  # of the selection
 ) -> list[dict]:
-    "Rows of the candidates of `fit_pairs` at the strengths of a table, and of centring."
+    "Measure centring, and each candidate of `fit_pairs` at the strengths of its table; a row for each."
     auto = {name: config for name, config in PAIR_CANDIDATES.items() if name in set(table.method)}
     lines = []
     for name, config in ({"centring": PairConfig("both", 1.0)} | auto).items():

@@ -115,7 +115,7 @@ def test_more_rows_help_where_few_rows_do_not_determine_the_covariance():
 def test_smaller_parts_are_nested_and_within_the_fold():
     _, y = scattered(12, 48)
     fit = folds_of(y)[0].fit
-    parts = gain._smaller_parts(y, fit, np.random.default_rng(0))
+    parts = gain._draw_smaller_parts(y, fit, np.random.default_rng(0))
     half, quarter, classes = (set(parts[name]) for name in gain._SMALLER)
     assert quarter < half < set(fit) and classes < set(fit) and set(parts["all"]) == set(fit)
     assert all(np.bincount(y[list(half)]) * 2 == np.bincount(y[fit]))
