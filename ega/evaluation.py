@@ -264,10 +264,29 @@ def check_groups(
     return y, seen, trained_on
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-sentences-code
+def _advice(lines):
+    "Whether to use the adapted embeddings; nothing without queries of unseen classes."
+    if "unseen" not in set(lines.group):
+        return ""
+    lost, gained = lines[lines.high < 0], lines[lines.low > 0]
+    if "unseen" in set(lost.group):
+        return " Keep the frozen embeddings where new classes arrive, or fit with a smaller max_unseen_loss."
+    if len(lost):
+        return " Keep the frozen embeddings where most queries are of seen classes."
+    if not len(gained):
+        return " No gain is certain: keep the frozen embeddings, or evaluate more rows."
+    if len(gained) == len(lines):
+        return " The adapted embeddings can replace the frozen ones."
+    ((group, low),) = lines.loc[lines.low <= 0, ["group", "low"]].to_numpy()
+    if low > -0.05:
+        return " The adapted embeddings can replace the frozen ones."
+    return f" Use the adapted embeddings if {group} classes may lose {-low:.1f} points; more rows narrow the interval."
+
+
 def summary_sentence(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> str:
-    "Say how LP@1 changes in the mixed gallery, in points with intervals, and what the capture rate is."
+    "Say how LP@1 changes in the mixed gallery, what the capture rate is, and whether to use the adapted embeddings."
     if "capture_rate_frozen" not in getattr(table, "columns", ()) or not len(table):
         raise InputError(f"table must be one of evaluate or evaluate_embeddings, got {short_repr(table)}")
     lines = table[table.gallery == table.gallery[0]]  # the mixed gallery, or the only one
@@ -286,7 +305,7 @@ def summary_sentence(
     for line in lines[lines.capture_rate_frozen.notna()].itertuples():
         before, after = f"{line.capture_rate_frozen:.1f} %", f"{line.capture_rate_adapted:.1f} %"
         sentence += f" Seen classes capture {after} of the unseen queries ({before} when frozen)."
-    return sentence
+    return sentence + _advice(lines)
 
 # %% ../nbs/library/22_evaluation.ipynb #84e479c1
 def caveats(

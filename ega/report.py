@@ -57,18 +57,22 @@ def query_outcomes(
     x: np.ndarray,  # (n, d) frozen unit embeddings
     z: np.ndarray,  # (n, d') adapted unit embeddings
     y: np.ndarray,  # (n,) int labels; -1 unlabelled
+    is_seen: np.ndarray,  # (n,) bool: whether the class of the row is seen
     searches: Sequence[QuerySearch],  # from plan_searches
     frozen: Sequence[LabelHits],  # of each search, in x
     adapted: Sequence[LabelHits],  # of each search, in z
-) -> pd.DataFrame:  # row, label, group, frozen, adapted (LP@1), frozen_neighbour, adapted_neighbour, displacement
+) -> pd.DataFrame:  # row, label, group, displacement, and for both spaces LP@1, neighbour and captured
     "One line for each query of the headline gallery."
     parts = []
     for search, before, after in zip(searches, frozen, adapted, strict=True):
         if search.gallery_name != searches[0].gallery_name:
             continue
+        spaces = {"frozen": before, "adapted": after}
         part = {"row": search.queries, "label": y[search.queries], "group": search.group}
         part |= {"frozen": before.hit, "adapted": after.hit}
         part |= {"frozen_neighbour": before.neighbour, "adapted_neighbour": after.neighbour}
+        is_unseen = search.group == "unseen"
+        part |= {f"captured_{name}": is_unseen & is_seen[found.neighbour] for name, found in spaces.items()}
         parts.append(pd.DataFrame(part))
     queries = pd.concat(parts, ignore_index=True)
     rows = queries.row.to_numpy()
@@ -111,14 +115,17 @@ def find_examples(
     z: np.ndarray,  # (n, d') adapted unit embeddings
     queries: pd.DataFrame,  # from query_outcomes
     gallery: np.ndarray,  # (nb,) row numbers
-    count: int,  # gained queries, and lost queries, at most
+    count: int,  # of each outcome, at most
     *,
     device: str | None = None,  # None: CUDA when there is one
-) -> pd.DataFrame:  # lines of queries, with outcome ("lost" or "gained"), frozen_neighbours and adapted_neighbours
-    "Lost and gained queries, unseen classes first, with as many different classes as there are."
+) -> pd.DataFrame:  # lines of queries, with outcome, frozen_neighbours and adapted_neighbours
+    "Captured, lost and gained queries, unseen classes first, with as many different classes as there are."
     difference = queries.adapted - queries.frozen
+    captured = queries.captured_adapted & ~queries.captured_frozen
     parts = []
-    for outcome, q in (("lost", queries[difference < -0.5]), ("gained", queries[difference > 0.5])):
+    outcomes = {"captured": captured, "lost": (difference < -0.5) & ~captured, "gained": difference > 0.5}
+    for outcome, of_queries in outcomes.items():
+        q = queries[of_queries]
         q = q.assign(outcome=outcome, order=q.group.map(list(OWN_GALLERY).index))
         q = q.assign(number_in_class=q.groupby("label").cumcount())
         parts.append(q.sort_values(["order", "number_in_class", "label"]).head(count))
@@ -254,7 +261,7 @@ def compare_spaces(
     trained_on: np.ndarray | None = None,  # (n,) bool: whether it was trained on the row itself; None: not known
     *,
     max_queries: int = MAX_QUERIES,  # of each group, drawn at random
-    n_examples: int = 12,  # gained and lost queries to show, of each at most
+    n_examples: int = 12,  # captured, lost and gained queries to show, of each at most
     device: str | None = None,  # None: CUDA when there is one
     random_state: int = 0,  # seed of all draws
 ) -> Comparison:
@@ -267,7 +274,7 @@ def compare_spaces(
     searches = plan_searches(labels, is_seen, is_fitted, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, labels, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
     is_seen = is_seen | is_fitted
-    queries = query_outcomes(x, z, labels, searches, frozen, adapted)
+    queries = query_outcomes(x, z, labels, is_seen, searches, frozen, adapted)
     unlabelled = np.flatnonzero((labels < 0) & (x.shape == z.shape))
     return Comparison(
         evaluation=tabulate_changes(searches, frozen, adapted, labels, is_seen, random_state=random_state),
@@ -535,8 +542,14 @@ first line.</p>
 <div class="strength"><div class="charts"><figure>{{ strength_chart | safe }}</figure></div>
 <div>{{ table(curve, cards=False) }}</div></div>
 {% endif %}
+{% if captured is not none %}
+<h2>Captured queries</h2>
+<p class="note">Queries of unseen classes whose first neighbour was a row of an unseen class when frozen and is a row of
+a seen class when adapted.</p>{{ examples(captured) }}
+{% endif %}
 <h2>Lost queries</h2>
-<p class="note">The first neighbour was right when frozen and is wrong when adapted.</p>{{ examples(lost) }}
+<p class="note">The first neighbour was right when frozen and is wrong when adapted{{
+" (without captured queries)" if captured is not none }}.</p>{{ examples(lost) }}
 <h2>Gained queries</h2>
 <p class="note">The first neighbour was wrong when frozen and is right when adapted.</p>{{ examples(gained) }}
 <h2>Classes</h2>
@@ -581,7 +594,7 @@ def _shown_row(c, row, class_name, ids, source):
 
 
 def _example_content(c, outcome, class_name, ids, source):
-    "What the template shows of gained or lost queries: each query and its neighbours in both spaces."
+    "What the template shows of the queries of one outcome: each query and its neighbours in both spaces."
     examples = []
     for q in c.examples[c.examples.outcome == outcome].itertuples():
         example = {"input": _shown_row(c, q.row, class_name, ids, source), "group": q.group}
@@ -667,6 +680,9 @@ def _html_page(c, content, class_name, ids, source):
     jinja2 = import_optional("jinja2", "report")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     plots = [_plot_recall]
+    examples = {o: _example_content(c, o, class_name, ids, source) for o in ("captured", "lost", "gained")}
+    if not c.evaluation.capture_rate_frozen.notna().any():  # there is no gallery of seen and unseen classes
+        examples["captured"] = None
     if c.queries.displacement.notna().all():
         plots.insert(0, _plot_displacement)
     return environment.from_string(_MACROS + _PAGE).render(
@@ -674,8 +690,7 @@ def _html_page(c, content, class_name, ids, source):
         style=_STYLE,
         colour=_colour,
         unbroken=_unbroken,
-        lost=_example_content(c, "lost", class_name, ids, source),
-        gained=_example_content(c, "gained", class_name, ids, source),
+        **examples,
         strength_chart="" if c.strength_curve is None else _svg(_plot_strength, c, height=4.4),
         charts=[_svg(plot, c) for plot in plots],
         frozen_rank=c.frozen_rank,

@@ -296,10 +296,38 @@ def test_sentence_says_gain_or_loss_only_if_the_interval_excludes_zero():
     assert "seen classes lose 2.0 points [-3.0, -0.5]" in sentence(change=-2.0, low=-3.0, high=-0.5)
     assert "unseen classes change by +2.0 points" in sentence(change=2.0, low=-0.1, high=3.0)
     capture = f"{table.capture_rate_frozen[0]:.1f} %"
-    assert sentence().endswith(f"Seen classes capture {capture} of the unseen queries ({capture} when frozen).")
+    assert f"Seen classes capture {capture} of the unseen queries ({capture} when frozen)." in sentence()
     assert "trained" not in sentence()  # no evidence beside new rows
     only = evaluate_embeddings(x, x, y, y < 9, y < 9, device="cpu")
     assert summary_sentence(only).startswith("In the seen gallery, rows the adapter was trained on change by +0.0")
+
+
+@pytest.mark.parametrize(
+    "intervals, advice",
+    [
+        ({"unseen": (-3, -1), "seen": (2, 4)}, "Keep the frozen embeddings where new classes arrive"),
+        ({"unseen": (1, 3), "seen": (-4, -2)}, "Keep the frozen embeddings where most queries are of seen classes."),
+        ({"unseen": (-1, 3), "seen": (0, 4)}, "No gain is certain"),
+        ({"unseen": (1, 3), "seen": (2, 4)}, "The adapted embeddings can replace the frozen ones."),
+        ({"unseen": (-1.5, 3), "seen": (2, 4)}, "Use the adapted embeddings if unseen classes may lose 1.5 points"),
+        ({"unseen": (1, 3), "seen": (-0.04, 4)}, "The adapted embeddings can replace the frozen ones."),
+        ({"unseen": (1, 3)}, "The adapted embeddings can replace the frozen ones."),
+    ],
+)
+def test_the_summary_says_whether_to_use_the_adapter(intervals, advice):
+    x, y = clouds()
+    table = evaluate_embeddings(x, x, y, y < 3, device="cpu")
+    table = table[table.group.isin(list(intervals))].reset_index(drop=True)
+    low, high = ([float(intervals[group][i]) for group in table.group] for i in (0, 1))
+    last_sentence = summary_sentence(table.assign(low=low, high=high)).split("when frozen).")[1].strip()
+    assert last_sentence.startswith(advice)
+
+
+def test_the_summary_gives_no_advice_without_unseen_classes():
+    x, y = clouds()
+    table = evaluate_embeddings(x, x, y, y < 3, device="cpu").assign(low=1.0, high=2.0)
+    assert " replace " in summary_sentence(table)
+    assert " replace " not in summary_sentence(table[table.group == "seen"].reset_index(drop=True))
 
 
 def test_caveats_count_copies_of_queries():

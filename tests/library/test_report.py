@@ -154,13 +154,17 @@ def test_outcomes_are_counted_in_the_mixed_gallery(spaces, c):
     assert np.isclose(c.unlabelled_displacement, np.linalg.norm(z[y < 0] - x[y < 0], axis=1).mean())
 
 
-def test_examples_are_lost_and_gained_queries_with_their_nearest_neighbours(spaces, c):
+def test_examples_are_captured_lost_and_gained_queries_with_their_nearest_neighbours(spaces, c):
     x, z, y = spaces
     rows = np.flatnonzero(y >= 0)
-    assert len(c.examples) and set(c.examples.outcome) <= {"lost", "gained"}
+    assert set(c.examples.outcome) == {"captured", "lost", "gained"} and c.examples.row.is_unique
     change = dict(zip(c.queries.row, c.queries.adapted - c.queries.frozen))
     for q in c.examples.itertuples():
-        assert change[q.row] < -0.5 if q.outcome == "lost" else change[q.row] > 0.5
+        seen_first = [y[neighbours[0]] < 6 for neighbours in (q.frozen_neighbours, q.adapted_neighbours)]
+        is_captured = q.group == "unseen" and seen_first == [False, True]
+        assert is_captured == (q.outcome == "captured")
+        if not is_captured:
+            assert change[q.row] < -0.5 if q.outcome == "lost" else change[q.row] > 0.5
         for v, neighbours in ((x, q.frozen_neighbours), (z, q.adapted_neighbours)):
             assert neighbours.tolist() == rows[knn_among_rows(v, [q.row], rows, 3).I[0]].tolist()
     for _, q in c.examples.groupby("outcome"):
