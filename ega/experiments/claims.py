@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DIAL', 'PAPER_METHODS', 'OVER_THE_BATCH', 'CENTERED_WHITENING', 'EFFECTS', 'TUNED_EFFECTS', 'Claim', 'decide',
            'load_claims', 'Outcomes', 'read_outcomes', 'change_at_seen_gain', 'difference_at_equal_seen_gain',
-           'mean_difference_at_equal_seen_gain', 'rank_correlation', 'read_tuned_outcomes', 'tuned_gain',
-           'evaluate_claims']
+           'mean_difference_at_equal_seen_gain', 'rank_correlation', 'read_tuned_outcomes',
+           'read_outcomes_at_one_setting', 'tuned_gain', 'evaluate_claims']
 
 # %% ../../nbs/experiments/12_claims.ipynb #a2e3573a
 import operator
@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import InputError
-from .grids import read_results
+from ..config import MAIN_METHODS
+from .grids import GRIDS, read_results
 from .protocols import MAIN_BENCHMARKS
 from .summary import add_mean_over_benchmarks, path_replicates
 from ..statistics import grouped_rank_correlation
@@ -286,6 +287,17 @@ def read_tuned_outcomes(
     "The stored outcomes of the methods after equal tuning."
     rows = read_results(folder, "equal_tuned")
     return Outcomes(rows.assign(method=rows.method.str.split().str[0], epoch=0), n_boot=n_boot)
+
+
+def read_outcomes_at_one_setting(
+    folder,  # of result files
+    n_boot=1000,  # bootstrap replicates
+):  # Outcomes
+    "The same methods on the same benchmarks and splits, each at the setting of its source after 10 epochs."
+    short, controls = (read_results(folder, experiment) for experiment in ("short", "controls"))
+    rows = pd.concat([short, controls[controls.method.isin(("wccn", "lda"))]], ignore_index=True)
+    of_grid = rows.benchmark.isin(GRIDS["full"]["equal_tuned"].grid.benchmarks) & rows.method.isin(MAIN_METHODS)
+    return Outcomes(rows[of_grid], n_boot=n_boot)
 
 
 def tuned_gain(
