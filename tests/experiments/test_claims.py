@@ -21,6 +21,7 @@ from ega.experiments.claims import (
     evaluate_claims,
     load_claims,
     rank_correlation,
+    read_outcomes_at_one_setting,
     read_tuned_outcomes,
 )
 from ega.experiments.grids import ResultStore
@@ -227,3 +228,21 @@ def test_tuned_effects_equal_a_loop_over_replicates(tuned):
     table = evaluate_claims(claims, made)
     assert list(table.id) == list(TUNED_EFFECTS) and set(table.gallery) == {"mixed"}
     assert list(table.verdict) == [decide(c, r.low, r.high) for c, r in zip(claims, table.itertuples())]
+
+
+def test_one_setting_has_the_methods_and_benchmarks_of_the_tuning(tuned, tmp_path):
+    frame, _ = tuned
+    one = frame.assign(method=frame.method.str.split().str[0], epoch=10)
+    one = one.assign(epoch=one.epoch.where(one.method != "frozen", 0))
+    closed = one.method.isin(("wccn", "lda"))
+    supcon = one[one.method == "supcon"]
+    centred, dial = (supcon.assign(method=m, run_id=supcon.run_id + m) for m in ("supcon center=1", CENTERED_WHITENING))
+    other = one.assign(benchmark="tiny200>cifar10", run_id=one.run_id + " cifar10")
+    ResultStore(tmp_path, "short").write(pd.concat([one[~closed], centred, other[~closed]]))
+    ResultStore(tmp_path, "controls").write(pd.concat([one[closed], dial]))
+    made = read_outcomes_at_one_setting(tmp_path, n_boot=5)
+    assert {key[0] for key in made.replicates} == {*FOUR, "mean"}
+    assert {m for m, _ in made.replicates["cub100", "unseen", "mixed", "lp_at_1"]} == {"frozen", *TUNED}
+    of_supcon = one[(one.method == "supcon") & (one.query_set == "unseen") & (one.gallery_kind == "own")]
+    values = of_supcon.groupby("benchmark").hit.agg(lambda hits: 100 * np.mean(np.concatenate(list(hits))))
+    assert np.isclose(made.value("mean", "unseen", "own", "supcon")[0], values.mean())
