@@ -186,8 +186,8 @@ def build_split(
     "Divide the rows of a run into fit rows, galleries and queries, and check that they are disjoint."
     if config.task == "in_distribution":
         return _split_in_distribution(config, es)
-    if config.task not in ("unseen", "index", "curve", "path"):
-        raise InputError(f"task must be unseen, in_distribution, index, curve or path, got {config.task!r}")
+    if config.task not in ("unseen", "index", "curve", "path", "tuning"):
+        raise InputError(f"task must be unseen, in_distribution, index, curve, path or tuning, got {config.task!r}")
     benchmark, protocol = get_benchmark(config.benchmark), PROTOCOLS[config.protocol]
     rng = spawn_rngs(config.split_seed).split
     two_sets = benchmark.train != benchmark.unseen

@@ -13,6 +13,7 @@ from ega.experiments.claims import (
     EFFECTS,
     OVER_THE_BATCH,
     PAPER_METHODS,
+    TUNED_EFFECTS,
     Outcomes,
     change_at_seen_gain,
     decide,
@@ -20,7 +21,10 @@ from ega.experiments.claims import (
     evaluate_claims,
     load_claims,
     rank_correlation,
+    read_outcomes_at_one_setting,
+    read_tuned_outcomes,
 )
+from ega.experiments.grids import ResultStore
 from ega.experiments.protocols import MAIN_BENCHMARKS
 from ega.experiments.summary import add_mean_over_benchmarks
 from ega.statistics import grouped_rank_correlation
@@ -168,3 +172,77 @@ def test_missing_results_and_unreadable_rules_are_named(outcomes, tmp_path):
         (tmp_path / "claims.toml").write_text(text)
         with pytest.raises(InputError, match="ega_preserves: a rule must be such as 'low > 0'"):
             load_claims(tmp_path / "claims.toml")
+
+
+TUNED = ("wccn", "lda", *TRAINED, "whitened_supcon")
+FOUR = ("cub100", "tiny200", "clinc150", "grocery")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    "Made-up rows of the experiment equal_tuned, whose chosen settings differ between benchmarks and splits."
+    rng, rows = np.random.default_rng(1), []
+    for benchmark, split, query_set in product(FOUR, (42, 0), ("seen", "unseen")):
+        query = np.arange(40) + (100 if query_set == "unseen" else 0)
+        for place, (method, gallery) in enumerate(product(("frozen", *TUNED), ("own", "mixed"))):
+            name = method if method == "frozen" else f"{method} epoch={split % 7} strength=0.5"
+            hit = np.float32(rng.random(40) < 0.3 + 0.02 * place)
+            row = dict(
+                run_id=f"{benchmark} {split} {method}", benchmark=benchmark, method=name, split_seed=split, seed=0
+            )
+            row |= dict(query_set=query_set, gallery_kind=gallery, epoch=split % 7, strength=0.5, protocol="strict")
+            row |= dict(active_ratio=0.5, displacement=0.1, config="{}", query=query, query_class=query // 5, hit=hit)
+            captures = (query_set, gallery) == ("unseen", "mixed")
+            rows.append(row | dict(captured=1 - hit if captures else np.empty(0, np.float32)))
+    folder, frame = tmp_path_factory.mktemp("tuned"), pd.DataFrame(rows)
+    ResultStore(folder, "equal_tuned").write(frame)
+    return frame, read_tuned_outcomes(folder, n_boot=30)
+
+
+def test_tuned_changes_are_means_of_the_queries_of_all_splits(tuned):
+    frame, made = tuned
+    of_mixed = frame[(frame.gallery_kind == "mixed") & (frame.query_set == "unseen")]
+    hits = of_mixed.assign(name=of_mixed.method.str.split().str[0], value=of_mixed.hit.map(np.mean))
+    means = 100 * hits.groupby(["name", "benchmark"]).value.mean().groupby("name").mean()
+    for method in TUNED:
+        assert np.isclose(made.change("mean", "unseen", "mixed", method)[0], means[method] - means["frozen"])
+
+
+def test_tuned_effects_equal_a_loop_over_replicates(tuned):
+    _, made = tuned
+    for row in (0, 7):
+        unseen, seen = ({m: made.change("mean", q, "mixed", m)[row] for m in TUNED} for q in ("unseen", "seen"))
+        gain = {m: (seen[m] + unseen[m]) / 2 for m in TUNED}
+        expected_effects = {
+            "tuned_ega_protects": unseen["ega_released"] - unseen["supcon"],
+            "tuned_methods_are_alike": max(unseen[m] for m in PAPER_METHODS) - min(unseen[m] for m in PAPER_METHODS),
+            "tuned_methods_keep_unseen": min(unseen[m] for m in PAPER_METHODS),
+            "tuned_geometry_is_enough": unseen["wccn"] - max(unseen[m] for m in PAPER_METHODS),
+            "tuned_supcon_gains_more": gain["supcon"] - gain["ega_released"],
+            "tuned_whitening_gains_more": gain["whitened_supcon"] - max(gain[m] for m in PAPER_METHODS),
+        }
+        claims = load_claims(CLAIMS.with_name("claims_tuning.toml"))
+        assert [c.id for c in claims] == list(expected_effects) == list(TUNED_EFFECTS)
+        for claim, value in expected_effects.items():
+            assert np.isclose(TUNED_EFFECTS[claim][""](made, "mixed")[row], value), claim
+    table = evaluate_claims(claims, made)
+    assert list(table.id) == list(TUNED_EFFECTS) and set(table.gallery) == {"mixed"}
+    assert list(table.verdict) == [decide(c, r.low, r.high) for c, r in zip(claims, table.itertuples())]
+
+
+def test_one_setting_has_the_methods_and_benchmarks_of_the_tuning(tuned, tmp_path):
+    frame, _ = tuned
+    one = frame.assign(method=frame.method.str.split().str[0], epoch=10)
+    one = one.assign(epoch=one.epoch.where(one.method != "frozen", 0))
+    closed = one.method.isin(("wccn", "lda"))
+    supcon = one[one.method == "supcon"]
+    centred, dial = (supcon.assign(method=m, run_id=supcon.run_id + m) for m in ("supcon center=1", CENTERED_WHITENING))
+    other = one.assign(benchmark="tiny200>cifar10", run_id=one.run_id + " cifar10")
+    ResultStore(tmp_path, "short").write(pd.concat([one[~closed], centred, other[~closed]]))
+    ResultStore(tmp_path, "controls").write(pd.concat([one[closed], dial]))
+    made = read_outcomes_at_one_setting(tmp_path, n_boot=5)
+    assert {key[0] for key in made.replicates} == {*FOUR, "mean"}
+    assert {m for m, _ in made.replicates["cub100", "unseen", "mixed", "lp_at_1"]} == {"frozen", *TUNED}
+    of_supcon = one[(one.method == "supcon") & (one.query_set == "unseen") & (one.gallery_kind == "own")]
+    values = of_supcon.groupby("benchmark").hit.agg(lambda hits: 100 * np.mean(np.concatenate(list(hits))))
+    assert np.isclose(made.value("mean", "unseen", "own", "supcon")[0], values.mean())

@@ -462,22 +462,19 @@ def test_rival_changes_and_margin_correlation(names, tmp_path):
     assert names["margin_correlation"](made) == {"cub100": -1.0}
 
 
-def test_budgets_use_the_chosen_strength(names, tmp_path):
-    configs = [runs.build_config("unseen", b, m) for b in ("cub100", "clinc150") for m in ("frozen", "wccn")]
-    grid = store(tmp_path, "unseen", configs)
-    whole = grid[grid["method"] == "wccn"].assign(method="wccn shrinkage=0.3", strength=1.0)
-    half = whole.assign(strength=0.5, hit=[0 * h for h in whole["hit"]], lp_at_1=0.0)
-    tuned = pd.concat([grid[grid["method"] == "frozen"].assign(strength=0.0), whole, half])
-    chosen = pd.DataFrame({"benchmark": ["cub100", "clinc150"], "method": "wccn shrinkage=0.3", "strength": 1.0})
-    (one,) = names["budgets"](tuned, chosen, grid).itertuples()
-    assert (
-        one.method == "wccn"
-        and one.unseen == pytest.approx(one.unseen_once)
-        and one.seen == pytest.approx(one.seen_once)
-        and one.unseen_low <= one.unseen <= one.unseen_high
-    )
-    (other,) = names["budgets"](tuned, chosen.assign(strength=0.5), grid).itertuples()
-    assert other.unseen < other.unseen_once - 1
+def test_tuned_changes_stand_beside_those_at_one_setting(stored, names):
+    whole, rng = claims.read_outcomes(stored[0]), np.random.default_rng(0)
+    other = claims.Outcomes.__new__(claims.Outcomes)
+    other.replicates = {key: values + rng.normal(size=values.shape) for key, values in whole.replicates.items()}
+    t = names["tuned_changes"](whole, other)
+    assert set(t.method) == set(method_config.MAIN_METHODS) - {"frozen"} and t.gain.is_monotonic_decreasing
+    for r in t.itertuples():
+        for suffix, outcomes in (("", whole), ("_once", other)):
+            of = {q: outcomes.change("mean", q, "mixed", r.method) for q in ("unseen", "seen")}
+            of["gain"] = (of["unseen"] + of["seen"]) / 2
+            for name, values in of.items():
+                found = [getattr(r, f"{name}{suffix}{end}") for end in ("", "_low", "_high")]
+                assert np.allclose(found, [values[0], *np.percentile(values[1:], [2.5, 97.5])])
 
 
 def test_the_paper_s_other_tables_have_published_and_stored_numbers(built, names, stored):

@@ -20,10 +20,11 @@ from ega.packs import read_pack
 root = Path(__file__).resolve().parents[2]
 CURVES = ("interpolation", "margins", "tuning", "tuned")
 PATHS = ("main", "short", "controls")
+EQUAL_TUNING = ("equal_tuning", "equal_tuned")
 CHEAP = [("grocery", "lora_triplet"), ("grocery", "ega_released"), ("cub100", "wccn"), ("grocery", "whitened_supcon")]
 
 
-@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e not in ("index", *CURVES, *PATHS)])
+@pytest.fixture(scope="module", params=[e for e in GRIDS["full"] if e not in ("index", *CURVES, *PATHS, *EQUAL_TUNING)])
 def experiment(request):
     return request.param, read_results(root / "data/results", request.param)
 
@@ -183,10 +184,32 @@ def test_tuned_settings_equal_a_new_choice():
     chosen = pd.read_csv(root / "data/tuned.csv")
     again = choose_settings(
         read_results(
-            root / "data/results", "tuning", ["protocol", "benchmark", "method", "strength", "query_set", "lp_at_1"]
-        )
+            root / "data/results",
+            "tuning",
+            ["protocol", "benchmark", "split_seed", "method", "strength", "query_set", "lp_at_1"],
+        ),
+        unseen_share=1,
     )
-    assert chosen[["benchmark", "method", "strength"]].equals(again[["benchmark", "method", "strength"]])
+    columns = ["benchmark", "split_seed", "method", "strength"]
+    assert chosen[columns].equals(again[columns])
+
+
+def test_equal_tuning_is_complete_and_its_choice_equals_a_new_one():
+    choice, tuned = (read_results(root / "data/results", e) for e in EQUAL_TUNING)
+    assert_stored("equal_tuning", choice)
+    assert_stored("equal_tuned", tuned)
+    assert set(choice.gallery_kind) == {"mixed"} and set(choice.protocol) == {"held_out"}
+    candidates = choice[choice.method != "frozen"]
+    method = candidates.method.str.split().str[0]
+    assert (candidates.groupby([method, "benchmark", "split_seed", "query_set"]).size() == 24).all()
+    again = choose_settings(choice, unseen_share=0.5)
+    columns = ["benchmark", "split_seed", "method"]
+    assert pd.read_csv(root / "data/equal_tuned.csv")[columns].equals(again[columns])
+    for r in tuned.itertuples():
+        assert len(r.query) == len(r.query_class) == len(r.hit) == r.n
+        assert np.isclose(np.mean(r.hit), r.lp_at_1, atol=1e-6)
+    for r in pd.concat([choice, tuned]).drop_duplicates("packs").itertuples():
+        assert_packs_of(r)
 
 
 def test_stored_runs_are_those_of_the_grid(experiment):

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -18,12 +19,21 @@ from test_benchmarks import alive, children
 from ega import search
 from ega.arrays import InputError, normalize
 from ega.closed_form import DiscriminantWhitening
-from ega.config import METHODS, parse_config
+from ega.config import MAIN_METHODS, METHODS, parse_config, uses_gradient_training
 from ega.evaluation import label_hits
 from ega.experiments import grids, runs
-from ega.experiments.grids import GRIDS, Grid, ResultStore, Sweep, cached_table, run_grid
+from ega.experiments.grids import (
+    EQUAL_TUNING_GRID,
+    GRIDS,
+    Grid,
+    ResultStore,
+    Sweep,
+    TunedGrid,
+    cached_table,
+    run_grid,
+)
 from ega.experiments.protocols import BENCHMARKS, Protocol, build_split, load_embedding_sets
-from ega.experiments.runs import RunConfig, build_config, run_experiment
+from ega.experiments.runs import TUNING_EPOCHS, TUNING_STRENGTHS, RunConfig, build_config, run_experiment
 from ega.experiments.summary import (
     add_mean_over_benchmarks,
     choose_settings,
@@ -788,7 +798,8 @@ def test_stacked_columns_mix_similarities():
 def test_choose_settings_takes_the_best_on_held_out_classes():
     def row(method, strength, seen, unseen, protocol="held_out"):
         return [
-            dict(benchmark="cub100", method=method, strength=strength, query_set=q, lp_at_1=v, protocol=protocol)
+            dict(benchmark="cub100", split_seed=42, method=method, strength=strength)
+            | dict(query_set=q, lp_at_1=v, protocol=protocol)
             for q, v in (("seen", seen), ("unseen", unseen))
         ]
 
@@ -799,13 +810,90 @@ def test_choose_settings_takes_the_best_on_held_out_classes():
         + row("supcon tau=0.05", 0.5, 0.7, 0.8)
         + row("wccn shrinkage=0.3", 1.0, 0.1, 0.2)
     )
-    chosen = choose_settings(pd.DataFrame(rows))
+    chosen = choose_settings(pd.DataFrame(rows), unseen_share=1)
     assert chosen[["method", "strength"]].values.tolist() == [
         ["wccn shrinkage=0.3", 1.0],
         ["supcon tau=0.05", 0.5],
     ] and np.allclose(chosen.unseen, [20, 80])
+    by_both = choose_settings(pd.DataFrame(rows), unseen_share=0.5)  # 0.9 and 0.7 against 0.7 and 0.8
+    assert by_both[["method", "strength"]].values.tolist()[1] == ["supcon tau=0.1", 1.0]
     with pytest.raises(InputError, match="under the protocol held_out, got strict"):
-        choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")))
+        choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")), unseen_share=1)
+
+
+def test_choose_settings_names_the_epoch_and_chooses_on_each_split():
+    rows = [
+        dict(benchmark="cub100", split_seed=split, method="supcon tau=0.2", epoch=epoch, strength=strength)
+        | dict(query_set=q, lp_at_1=0.5 + gain / 100, protocol="held_out")
+        for split, best in ((42, (5, 0.25)), (0, (20, 1.0)))
+        for epoch in (5, 20)
+        for strength in (0.25, 1.0)
+        for q, gain in (("seen", 3), ("unseen", 9 if (epoch, strength) == best else 0))
+    ]
+    chosen = choose_settings(pd.DataFrame(rows), unseen_share=0.5).set_index("split_seed")
+    names = {0: "supcon tau=0.2 epoch=20 strength=1", 42: "supcon tau=0.2 epoch=5 strength=0.25"}
+    assert chosen.method.to_dict() == names and np.allclose(chosen[["seen", "unseen"]], [53, 59])
+    config = build_config("tuning", "cub100", names[42], epochs=20)
+    assert (config.epoch, config.strength, config.loss.tau, config.train.epochs) == (5, 0.25, 0.2, 20)
+
+
+def test_every_method_has_the_same_number_of_candidates():
+    assert set(EQUAL_TUNING_GRID) == set(MAIN_METHODS) - {"frozen"}
+    for method, settings in EQUAL_TUNING_GRID.items():
+        fits = np.prod([len(values) for values in settings.values()])
+        assert fits * (len(TUNING_EPOCHS) if uses_gradient_training(method) else 1) == 8
+        if uses_gradient_training(method):  # the value of the source of the method is among them
+            ((name, values),) = settings.items()
+            assert getattr(METHODS[method].loss, name) in values
+    choice = list(GRIDS["full"]["equal_tuning"].configs())
+    assert {c.protocol for c in choice} == {"held_out"} and {c.train.epochs for c in choice if c.train} == {20}
+    assert len({c.run_id for c in choice}) == len(choice) == 12 * (1 + 10 * 2 + 2 * 8)
+
+
+def test_a_tuned_grid_runs_each_choice_on_its_split_alone(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    lines = ["benchmark,split_seed,method,strength", "cub100,42,supcon epoch=2 strength=0.5,0.5", "grocery,0,wccn,1"]
+    (tmp_path / "data/chosen.csv").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(grids.ega, "__file__", str(tmp_path / "ega/__init__.py"))
+    grid = Grid("tuning", ("cub100", "grocery"), epochs=20, splits=(42, 0), seeds=(0,))
+    *frozen, supcon, wccn = TunedGrid(grid, "chosen.csv").configs()
+    assert len(frozen) == 4 and {c.method for c in frozen} == {"frozen"}
+    assert (supcon.benchmark, supcon.split_seed, supcon.epoch) == ("cub100", 42, 2)
+    assert (wccn.benchmark, wccn.split_seed, wccn.epoch) == ("grocery", 0, None)
+
+
+def tuning_rows(packs, method, **kw):
+    config = build_config("tuning", "grocery", method, hidden=16, epochs=20, **kw)
+    rows = run_experiment(config, packs, device="cpu")
+    return rows.set_index(["query_set", "gallery_kind", "epoch", "strength"]).sort_index()
+
+
+def test_candidates_are_the_path_of_one_training_towards_the_frozen_embeddings(packs):
+    candidates = tuning_rows(packs, "supcon")
+    path = path_rows(packs, "supcon", "grocery", 20)
+    assert len(candidates) == 2 * 2 * len(TUNING_EPOCHS) * len(TUNING_STRENGTHS)
+    for query_set, kind, epoch in product(("seen", "unseen"), ("own", "mixed"), TUNING_EPOCHS):
+        whole, at_end = candidates.loc[query_set, kind, epoch, 1.0], path.loc[query_set, kind, epoch]
+        assert np.array_equal(whole.hit, at_end.hit) and np.array_equal(whole["query"], at_end["query"])
+        moved = candidates.loc[query_set, kind, epoch].displacement
+        assert 0 < moved[0.25] < moved[0.5] < moved[1.0]
+    one = tuning_rows(packs, "supcon epoch=5 strength=0.5")
+    assert set(one.index) == {(q, g, 5, 0.5) for q in ("seen", "unseen") for g in ("own", "mixed")}
+    assert all(np.array_equal(one.hit[i], candidates.hit[i]) for i in one.index)
+    with pytest.raises(InputError, match="epoch of supcon epoch=21"):
+        tuning_rows(packs, "supcon epoch=21")
+
+
+def test_candidates_under_held_out_are_means_in_the_mixed_gallery(packs):
+    means = tuning_rows(packs, "lda", protocol="held_out")
+    assert "hit" not in means and "query" not in means
+    assert set(means.index) == {(q, "mixed", 0, s) for q in ("seen", "unseen") for s in TUNING_STRENGTHS}
+    path = build_config("path", "grocery", "lda", protocol="held_out")
+    path = run_experiment(path, packs, device="cpu").set_index(["query_set", "gallery_kind"])
+    for query_set in ("seen", "unseen"):
+        assert means.lp_at_1[query_set, "mixed", 0, 1.0] == pytest.approx(path.lp_at_1[query_set, "mixed"], abs=2e-3)
+    frozen = tuning_rows(packs, "frozen")
+    assert set(frozen.index) == {(q, g, 0, 0.0) for q in ("seen", "unseen") for g in ("own", "mixed")}
 
 
 def test_reading_few_columns_keeps_all_rows(tmp_path):
