@@ -18,7 +18,7 @@ from ega.experiments.summary import check_comparable, choose_settings
 from ega.packs import read_pack
 
 root = Path(__file__).resolve().parents[2]
-CURVES = ("interpolation", "margins", "tuning", "tuned")
+CURVES = ("margins",)
 PATHS = ("main", "short", "controls")
 EQUAL_TUNING = ("equal_tuning", "equal_tuned")
 CHEAP = [("grocery", "lora_triplet"), ("grocery", "ega_released"), ("cub100", "wccn"), ("grocery", "whitened_supcon")]
@@ -165,33 +165,6 @@ def test_a_stored_path_is_reproduced():
         config = parse_config(RunConfig, json.loads(was.config.iloc[0]))
         now = run_experiment(config, root / "data/packs", device="cpu").set_index(key).loc[was.index]
         assert all(np.mean(np.array(a) == np.array(b)) > 0.998 for a, b in zip(now.hit, was.hit))
-
-
-def test_curve_at_strength_one_equals_the_stored_run():
-    columns = ["run_id", "benchmark", "method", "split_seed", "seed", "query_set", "hit"]
-    stored = read_results(root / "data/results", "rivals", columns).set_index(["benchmark", "method", "query_set"]).hit
-    ends = (
-        read_results(root / "data/results", "interpolation", [*columns, "strength"])
-        .query("strength == 1 or strength == 0")
-        .set_index(["benchmark", "method", "query_set"])
-        .hit
-    )
-    both = ends.index.intersection(stored.index)
-    assert len(both) == 2 * 3 * 8 and all(np.array_equal(ends[k], stored[k]) for k in both)
-
-
-def test_tuned_settings_equal_a_new_choice():
-    chosen = pd.read_csv(root / "data/tuned.csv")
-    again = choose_settings(
-        read_results(
-            root / "data/results",
-            "tuning",
-            ["protocol", "benchmark", "split_seed", "method", "strength", "query_set", "lp_at_1"],
-        ),
-        unseen_share=1,
-    )
-    columns = ["benchmark", "split_seed", "method", "strength"]
-    assert chosen[columns].equals(again[columns])
 
 
 def test_equal_tuning_is_complete_and_its_choice_equals_a_new_one():
