@@ -22,7 +22,15 @@ import ega
 # %% ../nbs/library/30_cli.ipynb #checks
 _ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
 _FILE_ENDINGS = (".npy", ".npz", ".parquet", ".csv", ".json", ".safetensors")
-_STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
+_STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes or, with --collection, of Qdrant"
+_STORE_KINDS = {"LanceDB": "a LanceDB table", "Qdrant": "a Qdrant collection", "FAISS": "a FAISS index"}
+
+
+def _store_kind(args):
+    "The key of `_STORE_KINDS` that the arguments name."
+    if args.collection is not None:
+        return "Qdrant"
+    return "LanceDB" if Path(args.store).suffix == ".lance" else "FAISS"
 
 
 def _refuse(flags, because):
@@ -56,13 +64,20 @@ def _holds_adapter(folder):
     return any((Path(folder) / f"adapter{side}.safetensors").is_file() for side in ("", ".queries"))
 
 
-def _check_store_path(path):
-    "Raise `InputError` if there is a file or an adapter where a store should be."
+def _check_store_path(args):
+    "Raise `InputError` if there is a file, an adapter or a store of another kind where a store should be."
     from ega.arrays import InputError
 
+    if "://" in args.store:
+        raise InputError(f"{args.store}: expected {_STORE}; a server is migrated and searched in Python (ega.qdrant)")
+    path = Path(args.store)
     is_adapter = _holds_adapter(path)
-    if Path(path).exists() and not Path(path).is_dir() or is_adapter:
+    if path.exists() and not path.is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
+    if path.suffix == ".lance":
+        _refuse({"--collection": args.collection}, "for a LanceDB table")
+    if _store_kind(args) == "FAISS" and (path / "meta.json").is_file() and (path / "collection").is_dir():
+        raise InputError(f"{path}: this is a folder of Qdrant; name one of its collections with --collection NAME")
 
 # %% ../nbs/library/30_cli.ipynb #e49d522c
 def _check_adapter(path, sides=1):
@@ -298,10 +313,9 @@ def _check_store(args):
     "Check that the packages for a store are installed."
     from ega.arrays import check_installed
 
-    if Path(args.store).suffix == ".lance":
-        check_installed("lancedb", extra="deploy")
-    else:
-        check_installed("faiss", extra="cpu")
+    packages = {"LanceDB": ("lancedb", "deploy"), "Qdrant": ("qdrant_client", "qdrant"), "FAISS": ("faiss", "cpu")}
+    package, extra = packages[_store_kind(args)]
+    check_installed(package, extra=extra)
 
 
 def _check_migrate(args):
@@ -312,21 +326,22 @@ def _check_migrate(args):
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
-    _check_store_path(args.store)
+    _check_store_path(args)
     _check_folder_name(args.store)
+    kind = _store_kind(args)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
         _check_not_adapted(args.vectors, args.column)
     else:
-        source = "a pack (.parquet)" if args.store.endswith(".lance") else "a .npy or .parquet file"
+        source = "a .npy or .parquet file" if kind == "FAISS" else "a pack (.parquet)"
         _check_exists(args.store, f"{_STORE}; --vectors with {source} makes one")
         _refuse({"--column": args.column}, "without --vectors")
-    if Path(args.store).suffix == ".lance":
+    if kind != "FAISS":
         flags = {"--index-factory": args.index_factory, "--column": args.column}
-        _refuse(flags, "for a LanceDB table")
+        _refuse(flags, f"for {_STORE_KINDS[kind]}")
         if args.vectors and Path(args.vectors).suffix != ".parquet":
             raise InputError(
-                f"{args.vectors}: expected a pack (.parquet), from which rows are added to a LanceDB table"
+                f"{args.vectors}: expected a pack (.parquet), from which rows are added to {_STORE_KINDS[kind]}"
             )
     _check_store(args)
 
@@ -338,9 +353,10 @@ def _check_search(args):
 
     _check_adapter(args.adapter, sides=2)
     _check_exists(args.store, _STORE)
-    _check_store_path(args.store)
-    if Path(args.store).suffix != ".lance":
-        _refuse({"--where": args.where}, "for a FAISS index, which has no columns")
+    _check_store_path(args)
+    because = {"FAISS": "for a FAISS index, which has no columns", "Qdrant": "for Qdrant; in Python pass a Filter"}
+    if kind := because.get(_store_kind(args)):
+        _refuse({"--where": args.where}, kind)
     if args.encoder:
         _refuse({"--column": args.column}, "with --encoder")
         _check_exists(args.queries, "an image, a folder of images or a .csv")
@@ -908,8 +924,8 @@ def _transform(args):
 # %% ../nbs/library/30_cli.ipynb #migrate
 def _migrate(args):
     "Write adapted vectors beside the active ones of a store; activate them on request."
-    store = Path(args.store)
-    result = (_migrate_table if store.suffix == ".lance" else _migrate_index)(args, store)
+    migrate = {"LanceDB": _migrate_table, "Qdrant": _migrate_collection, "FAISS": _migrate_index}
+    result = migrate[_store_kind(args)](args, Path(args.store))
     if args.json:
         print(json.dumps(result))
         return
@@ -935,6 +951,33 @@ def _migrate_table(args, store):
         activate(table, version)
     rows = table.count_rows(f"{version} IS NOT NULL")
     return {"version": version, "rows": rows, "previous": previous, "active": active_column(table)}
+
+
+def _migrate_collection(args, store):
+    "Migrate a Qdrant collection, or activate a vector of it; its raw vector, often without a name, is called `vector`."
+    from contextlib import closing
+
+    from ega import qdrant
+    from ega.packs import read_pack
+
+    with closing(qdrant.open_client(store)) as client:
+        if args.vectors:
+            qdrant.write_collection(client, args.collection, read_pack(args.vectors))
+        raw = qdrant.raw_vector(client, args.collection)
+
+        def active():
+            return qdrant.active_vector(client, args.collection, vector=raw)
+
+        previous = active()
+        if isinstance(args.activate, str):
+            version = raw if args.activate == "vector" else args.activate
+        else:
+            version = qdrant.migrate_collection(client, args.collection, args.adapter, vector=raw)
+        if args.activate:
+            qdrant.activate(client, args.collection, version, vector=raw)
+        rows = qdrant.count_points(client, args.collection, version)
+        shown = {"version": version, "previous": previous, "active": active()}
+        return {"rows": rows} | {key: "vector" if name == raw else name for key, name in shown.items()}
 
 
 def _migrate_index(args, store):
@@ -1006,21 +1049,38 @@ def _list_hits(names, found):
     return hits
 
 # %% ../nbs/library/30_cli.ipynb #search
+def _search_table(args, store, x):
+    "The nearest rows of a LanceDB table."
+    from ega.lance import AdaptedTable, open_table
+
+    table = AdaptedTable(open_table(store), args.adapter)
+    return table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
+
+
+def _search_collection(args, store, x):
+    "The nearest points of a Qdrant collection."
+    from contextlib import closing
+
+    from ega.qdrant import AdaptedCollection, open_client, raw_vector
+
+    with closing(open_client(store)) as client:
+        raw = raw_vector(client, args.collection)
+        return AdaptedCollection(client, args.collection, args.adapter, vector=raw).search(x, args.k)
+
+
+def _search_index(args, store, x):
+    "The nearest rows of a folder of FAISS indexes."
+    from ega.index import IndexStore
+
+    index = IndexStore(store).open(adapter=args.adapter)
+    return index.search(x, max(1, min(args.k, len(index))))
+
+
 def _search(args):
     "Print the nearest rows of a store for each query."
-    store = Path(args.store)
     x, names = _read_queries(args)
-    if store.suffix == ".lance":
-        from ega.lance import AdaptedTable, open_table
-
-        table = AdaptedTable(open_table(store), args.adapter)
-        found = table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
-    else:
-        from ega.index import IndexStore
-
-        index = IndexStore(store).open(adapter=args.adapter)
-        found = index.search(x, max(1, min(args.k, len(index))))
-    hits = _list_hits(names, found)
+    search = {"LanceDB": _search_table, "Qdrant": _search_collection, "FAISS": _search_index}
+    hits = _list_hits(names, search[_store_kind(args)](args, Path(args.store), x))
     if args.json:
         print(json.dumps(hits))
         return
@@ -1360,16 +1420,22 @@ def _report_arguments(command):
     _add_json_and_quiet(command, quiet=False)
 
 # %% ../nbs/library/30_cli.ipynb #store-arguments
+def _store_arguments(add):
+    "Arguments that name a vector store and its adapter."
+    add("adapter", help=ADAPTER_HELP)
+    add("store", help=_STORE)
+    add("--collection", metavar="NAME", help="a collection of Qdrant; store is the folder of Qdrant inside a process")
+
+
 def _migrate_arguments(command):
     "Arguments of `ega migrate`."
     add = command.add_argument
-    add("adapter", help=ADAPTER_HELP)
-    add("store", help="a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    _store_arguments(add)
     add(
         "--vectors",
         metavar="FILE",
-        help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
-        "added if the table lacks them",
+        help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB and Qdrant: a pack whose "
+        "rows are added if the table or collection lacks them",
     )
     add("--column", help=f"FAISS: {MATRIX_COLUMN_HELP}")
     add("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: Flat)")
@@ -1379,7 +1445,7 @@ def _migrate_arguments(command):
         const=True,
         metavar="VERSION",
         help="search the vectors of this adapter from now on, or, without adapting anything, those of an earlier "
-        "VERSION (LanceDB: `vector` for the vectors before any adapter)",
+        "VERSION (LanceDB and Qdrant: `vector` for the vectors before any adapter)",
     )
     _add_json_and_quiet(command)
 
@@ -1387,8 +1453,7 @@ def _migrate_arguments(command):
 def _search_arguments(command):
     "Arguments of `ega search`."
     add = command.add_argument
-    add("adapter", help=ADAPTER_HELP)
-    add("store", help="a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    _store_arguments(add)
     add(
         "queries",
         help="embeddings that are not adapted: .npy, .npz, .safetensors, .parquet; with --encoder an image, a folder "
@@ -1451,13 +1516,15 @@ def _add_store_commands(add):
     _transform_arguments(command)
     text = "adapt the vectors of a vector store; after a kill the same command resumes"
     command = add("migrate", _migrate, text, _check_migrate)
-    command.description += " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS."
+    command.description += (
+        " Needs pip install 'ega[deploy]' for LanceDB, 'ega[qdrant]' for Qdrant, 'ega[cpu]' for FAISS."
+    )
     _migrate_arguments(command)
     text = "search a migrated store with embeddings, photographs or texts"
     command = add("search", _search, text, _check_search)
     command.description += (
-        " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS, and with --encoder "
-        "what `ega embed` needs."
+        " Needs pip install 'ega[deploy]' for LanceDB, 'ega[qdrant]' for Qdrant, 'ega[cpu]' for FAISS, and with "
+        "--encoder what `ega embed` needs."
     )
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _search_arguments(command)
