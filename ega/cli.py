@@ -16,10 +16,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ega
 
 # %% ../nbs/library/30_cli.ipynb #checks
+_TEXTS = "the folder in the layout of BEIR, or the file of pairs of texts, that `ega embed --pairs` read"
 _ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
 _FILE_ENDINGS = (".npy", ".npz", ".parquet", ".csv", ".json", ".safetensors")
 _STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes or, with --collection, of Qdrant"
@@ -150,7 +152,7 @@ def _check_data(args):
 
 # %% ../nbs/library/30_cli.ipynb #496144a1
 def _check_data_or_pairs(args):
-    "Check the data of `ega fit` and `ega evaluate`: embeddings and labels, or queries, documents and pairs."
+    "Check the data of `ega fit`, `evaluate` and `report`: embeddings and labels, or queries, documents and pairs."
     from ega.arrays import InputError
 
     flags = {"--documents": args.documents, "--split": args.split, "--side": getattr(args, "side", None)}
@@ -235,6 +237,11 @@ def _check_update(args):
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
     _check_adapter(args.adapter, sides=2)
+    if args.show is not None:
+        if args.pairs is None:
+            _refuse({"--show": args.show}, "without --pairs; `ega report` shows queries of classes")
+        _refuse({"--json": args.json}, "with --show; `ega report --json` prints the ids of queries")
+        _check_exists(args.show, _TEXTS)
     _check_data_or_pairs(args)
     _check_description_file(args.adapter)
 
@@ -245,12 +252,13 @@ def _check_report(args):
     from ega.files import check_output
 
     _check_adapter(args.adapter, sides=2)
-    _check_data(args)
+    _check_data_or_pairs(args)
     check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
     if args.out.endswith(".html"):
         check_installed("jinja2", "matplotlib", extra="report")
     if args.show:
-        _check_exists(args.show, "a folder of images or a .csv of texts")
+        _check_exists(args.show, "a folder of images or a .csv of texts" if args.pairs is None else _TEXTS)
+    if args.show and args.pairs is None:
         check_installed("PIL", extra="report")
     _check_description_file(args.adapter)
 
@@ -563,8 +571,18 @@ def _read_named(path, column):
     return x, [str(row) for row in range(len(x))], np.full(len(x), "")
 
 
+class _PairInputs(NamedTuple):
+    "What the commands for pairs read."
+
+    queries: Any  # (nq, d)
+    documents: Any  # (nd, d)
+    pairs: Any  # (m, 3) row numbers and grade
+    query_ids: list[str]
+    document_ids: list[str]
+
+
 def _read_pair_inputs(args):
-    "Embeddings of queries and documents, and pairs of their row numbers, from a folder or from three files."
+    "Embeddings and ids of queries and documents, and pairs of their row numbers, from a folder or three files."
     import numpy as np
 
     from ega.arrays import InputError
@@ -574,6 +592,7 @@ def _read_pair_inputs(args):
         relevance = read_relevance_set(args.source)
         queries, documents, pairs = relevance.queries.x, relevance.documents.x, relevance.pairs
         splits = relevance.queries.split
+        query_ids, document_ids = relevance.queries.ids.tolist(), relevance.documents.ids.tolist()
     else:
         queries, query_ids, splits = _read_named(args.source, args.column)
         documents, document_ids, _ = _read_named(args.documents, args.column)
@@ -583,7 +602,28 @@ def _read_pair_inputs(args):
             names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
             raise InputError(f"--split {args.split}: the queries have no such split; theirs are: {names}")
         pairs = pairs[np.asarray(splits)[pairs[:, 0]] == args.split]
-    return queries, documents, pairs
+    return _PairInputs(queries, documents, pairs, query_ids, document_ids)
+
+
+def _name_rows(args, given):
+    "For each query and for each document of `_PairInputs` its id and, if --show names the texts, its text."
+    from ega.arrays import InputError
+    from ega.relevance import read_beir, read_text_pairs
+
+    ids = {"queries": given.query_ids, "documents": given.document_ids}
+    if args.show is None:
+        return [[f"id {name}" for name in names] for names in ids.values()]
+    texts, named = read_beir(args.show) if Path(args.show).is_dir() else read_text_pairs(args.show), []
+    for side, names in ids.items():
+        source = getattr(texts, side)
+        rows = {name: row for row, name in enumerate(source.ids)}
+        if lacking := [name for name in names if name not in rows]:
+            raise InputError(
+                f"{args.show}: expected the texts of all {side}, but {len(lacking):,} of {len(names):,} ids are "
+                f"missing, such as {lacking[0]}; name {_TEXTS}"
+            )
+        named.append([f"{name}: {source.read(rows[name])}" for name in names])
+    return named
 
 # %% ../nbs/library/30_cli.ipynb #1b02332a
 def _wrap(text, **options):
@@ -626,7 +666,7 @@ def _fit_labels(args):
 
 def _fit_pairs(args):
     "The estimator that `ega fit --pairs` saves."
-    queries, documents, pairs = _read_pair_inputs(args)
+    queries, documents, pairs, *_ = _read_pair_inputs(args)
     if not args.json:
         asked = len(set(pairs[:, 0].tolist()))
         print(f"{asked:,} queries, {len(documents):,} documents, {len(pairs):,} pairs", flush=True)
@@ -819,18 +859,40 @@ def _format_pairs(table):
     return pd.DataFrame(columns).to_string(index=False)
 
 
-def _evaluate_pairs(args, adapter):
-    "The table of an adapter that was fitted on pairs, and the sentence that explains it."
-    from ega.pairs import evaluate_pairs
+def _format_examples(sections):
+    "The examples of `describe_pair_examples` for a terminal."
+    lines = []
+    for heading, examples in sections:
+        lines.append(f"\n{heading}" if examples else f"\n{heading}: none")
+        for e in examples:
+            frozen, adapted = e["ranks"]
+            lines.append("")
+            lines.append(_wrap(f"{e['change']} points: {e['query']}", subsequent_indent="  "))
+            options = dict(initial_indent="  ", subsequent_indent="    ")
+            lines.append(_wrap(f"answer, rank {frozen} frozen, {adapted} adapted: {e['document']}", **options))
+            lines.append(_wrap(f"{e['role'].lower()}: {e['other'] or 'none'}", **options))
+    return "\n".join(lines)
 
-    queries, documents, pairs = _read_pair_inputs(args)
-    _check_width(args.source, queries, adapter)
-    table = evaluate_pairs(adapter, queries, documents, pairs, random_state=args.seed)
+
+def _evaluate_pairs(args, adapter):
+    "The table of an adapter that was fitted on pairs, the sentences that explain it and, with --show, examples."
+    from ega.pairs import evaluate_pairs, find_pair_examples, pairs_summary
+
+    given = _read_pair_inputs(args)
+    _check_width(args.source, given.queries, adapter)
+    names = [] if args.show is None else _name_rows(args, given)
+    table = evaluate_pairs(adapter, *given[:3], random_state=args.seed)
     text = (
         "all: queries that were not fitted on. known documents: a pair that was fitted on names a relevant document. "
         "new documents: none does."
     )
-    return table, f"{_format_pairs(table)}\n\n{_wrap(text)}"
+    text = f"{_wrap(pairs_summary(table))}\n\n{_format_pairs(table)}\n\n{_wrap(text)}"
+    if names:
+        from ega.report import describe_pair_examples
+
+        examples = find_pair_examples(adapter, *given[:3], n_examples=3)
+        text += f"\n{_format_examples(describe_pair_examples(examples, *names))}"
+    return table, text
 
 
 def _evaluate_labels(args, adapter):
@@ -844,8 +906,8 @@ def _evaluate_labels(args, adapter):
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}"
 
 
-def _evaluate(args):
-    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
+def _load_evaluated(args):
+    "The adapter of `ega evaluate` and `ega report`, which must have been fitted on labels or on pairs as they are."
     from ega.arrays import InputError
     from ega.estimator import EmbeddingAdapter
 
@@ -853,20 +915,51 @@ def _evaluate(args):
     if hasattr(adapter, "classes_") != (args.pairs is None):
         kind, advice = ("labels", "leave out --pairs") if hasattr(adapter, "classes_") else ("pairs", "add --pairs")
         raise InputError(f"{args.adapter}: this adapter was fitted on {kind}; {advice}")
+    return adapter
+
+
+def _evaluate(args):
+    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
+    adapter = _load_evaluated(args)
     table, text = _evaluate_labels(args, adapter) if args.pairs is None else _evaluate_pairs(args, adapter)
     print(json.dumps(_records(table)) if args.json else text)
 
 # %% ../nbs/library/30_cli.ipynb #report
+def _report_pairs(args, adapter):
+    "Write the report of an adapter that was fitted on pairs and print its summary."
+    from ega.pairs import pairs_summary
+    from ega.report import write_pair_report
+
+    given = _read_pair_inputs(args)
+    _check_width(args.source, given.queries, adapter)
+    query_names, document_names = _name_rows(args, given)
+    comparison = write_pair_report(
+        adapter,
+        *given[:3],
+        args.out,
+        query_names=query_names,
+        document_names=document_names,
+        random_state=args.seed,
+    )
+    if args.json:
+        ids = [*given.document_ids, None]  # of row -1, where no document was overtaken
+        columns = {name: [ids[row] for row in comparison.examples[name]] for name in ("document", "other")}
+        columns["query"] = [given.query_ids[row] for row in comparison.examples["query"]]
+        tables = {"evaluation": comparison.evaluation, "examples": comparison.examples.assign(**columns)}
+        print(json.dumps({"out": args.out} | {name: _records(table) for name, table in tables.items()}))
+    else:
+        print(f"{_wrap(pairs_summary(comparison.evaluation))}\n{args.out}")
+
+
 def _report(args):
     "Write the report of an adapter and print its summary."
-    from ega.arrays import InputError
     from ega.datasets import open_input_source
-    from ega.estimator import EmbeddingAdapter
     from ega.report import write_report
 
-    adapter = EmbeddingAdapter.load(args.adapter)
-    if not hasattr(adapter, "classes_"):
-        raise InputError(f"{args.adapter}: this adapter was fitted on pairs, which `ega evaluate --pairs` compares")
+    adapter = _load_evaluated(args)
+    if args.pairs is not None:
+        _report_pairs(args, adapter)
+        return
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     comparison = write_report(
@@ -979,7 +1072,7 @@ def _migrate_collection(args, store):
         shown = {"version": version, "previous": previous, "active": active()}
         return {"rows": rows} | {key: "vector" if name == raw else name for key, name in shown.items()}
 
-
+# %% ../nbs/library/30_cli.ipynb #ab9eaca0
 def _migrate_index(args, store):
     "Migrate a folder of FAISS indexes, or activate a version of it."
     from ega.index import IndexStore
@@ -1301,14 +1394,14 @@ def _data_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #321d09e2
 def _pair_arguments(command):
-    "Add the arguments of `ega fit` and `ega evaluate` for queries, documents and pairs, instead of labels."
+    "Add the arguments of `ega fit`, `evaluate` and `report` for queries, documents and pairs, instead of labels."
     add = command.add_argument
     add(
         "--pairs",
         nargs="?",
         const=True,
         metavar="FILE",
-        help="learn from queries and documents: source is the folder that `ega embed` writes for them, or the "
+        help="queries and documents instead of labels: source is the folder that `ega embed` writes for them, or the "
         "embeddings of queries, with a FILE of pairs (.csv, .tsv, .jsonl, .parquet or qrels) and --documents",
     )
     add("--documents", metavar="FILE", help="with --pairs FILE: embeddings of all documents")
@@ -1396,6 +1489,7 @@ def _evaluate_arguments(command):
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
     _pair_arguments(command)
+    command.add_argument("--show", metavar="PATH", help=f"with --pairs: {_TEXTS}, to show queries won and lost")
     _add_json_and_quiet(command, quiet=False)
     command.epilog = (
         "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
@@ -1408,6 +1502,7 @@ def _report_arguments(command):
     "Arguments of `ega report`."
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
+    _pair_arguments(command)
     command.add_argument(
         "-o", "--out", default="report.html", help=".html or .md file, which must not exist (default: report.html)"
     )
@@ -1415,7 +1510,8 @@ def _report_arguments(command):
     command.add_argument(
         "--show",
         metavar="PATH",
-        help="folder of images or .csv of texts that the embeddings were made of, to show them beside the queries",
+        help="folder of images or .csv of texts that the embeddings were made of, to show them beside the queries; "
+        f"with --pairs: {_TEXTS}",
     )
     _add_json_and_quiet(command, quiet=False)
 

@@ -785,6 +785,9 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.txt -o out": "got '.txt'; rename it to .csv if its first line is a header such as label, else write",
     "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
     "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
+    "evaluate a.safetensors x.npy y.npy --show there": "--show has no effect without --pairs; `ega report`",
+    "report a.safetensors x.npy y.npy --split test": "--split has no effect without --pairs",
+    "report a.safetensors there --pairs --show missing": "missing: no such file; expected the folder in the layout",
     "evaluate x.npy y.npy": "or a .safetensors file, got a file of data; the adapter comes first",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; if its columns",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
@@ -1452,9 +1455,19 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
     assert code == 0 and "new documents" in out and "fitted queries" not in out
     code, out, _ = call("info", "fitted", "--json")
     assert {"queries": 64, "documents": 32}.items() <= json.loads(out).items()
+    Path("other.csv").write_text("query,document\na,b\n")
     for args, words in (
         (("evaluate", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
-        (("report", "fitted", "set/queries.parquet"), "ega evaluate --pairs"),
+        (("report", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
+        (("evaluate", "fitted", "set", "--pairs", "--show", "none"), "none: no such file; expected the folder in the"),
+        (
+            ("evaluate", "fitted", "set", "--pairs", "--show", "other.csv"),
+            "of all queries, but 79 of 80 ids are missing",
+        ),
+        (
+            ("evaluate", "fitted", "set", "--pairs", "--show", beir, "--json"),
+            "--json has no effect with --show; `ega report --json`",
+        ),
         (("update", "fitted", "set/queries.parquet", "-o", "other"), "fit it again with all pairs"),
         (("fit", "set", "-o", "other"), "this folder holds queries, documents and pairs; add --pairs"),
         (("fit", "set", "--pairs", "--split", "dev", "-o", "other"), "theirs are: test, train"),
@@ -1466,6 +1479,34 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
         code, _, message = call(*args)
         assert code == 2 and words in message, message
     assert not Path("other").exists()
+
+
+def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_path, monkeypatch, call):
+    "Texts where --show names them, ids where it does not; the page and the command have the same sentence."
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
+    call("fit", "set", "--pairs", "--split", "train", "-o", "fitted")
+    code, plain, _ = call("evaluate", "fitted", "set", "--pairs")
+    assert code == 0 and plain.startswith("Queries for new documents gain") and "also documents that no" in plain
+    code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--show", beir)
+    assert code == 0 and out.startswith(plain) and max(map(len, out.splitlines())) <= 80
+    assert "\nWon queries for new documents\n" in out and "known documents" not in out.split("none does.")[1]
+    corpus = {line["_id"]: line["text"] for line in map(json.loads, (beir / "corpus.jsonl").read_text().splitlines())}
+    report = ("report", "fitted", "set", "--pairs", "--split", "test")
+    code, said, message = call(*report, "--show", beir, "-o", "texts.html")
+    assert code == 0 and said.endswith("texts.html\n"), message
+    example = json.loads(call(*report, "-o", "ids.md", "--json")[1])["examples"][-1]
+    assert example["outcome"] == "won" and example["document"] == f"d{int(example['query'][1:]) // 2}"
+    page, ids = Path("texts.html").read_text(), Path("ids.md").read_text()
+    assert said.split("\n")[0].split(".")[0] in " ".join(page.split())
+    for name in (example["document"], example["other"]):
+        assert f"{name}: {corpus[name]}" in page and f": id {name}\n" in ids and corpus[name] not in ids
+    assert f"rank {example['frozen_rank']} frozen, {example['adapted_rank']} adapted" in page
+    assert call(*report, "--show", beir, "-o", "texts.html")[0] == 2  # it exists
 
 
 def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_path, monkeypatch, call):
