@@ -61,9 +61,14 @@ def _check_folder_name(path):
         raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
 
 
+def _is_of_pairs(folder):
+    "Whether a folder holds the weights of queries and documents."
+    return (Path(folder) / "adapter.queries.safetensors").is_file()
+
+
 def _holds_adapter(folder):
     "Whether a folder holds the weights of an adapter, or those of queries and documents."
-    return any((Path(folder) / f"adapter{side}.safetensors").is_file() for side in ("", ".queries"))
+    return _is_of_pairs(folder) or (Path(folder) / "adapter.safetensors").is_file()
 
 
 def _check_store_path(args):
@@ -82,17 +87,12 @@ def _check_store_path(args):
         raise InputError(f"{path}: this is a folder of Qdrant; name one of its collections with --collection NAME")
 
 # %% ../nbs/library/30_cli.ipynb #e49d522c
-def _check_adapter(path, sides=1):
-    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights; sides=2: with pairs."
+def _check_adapter(path):
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
     from ega.arrays import InputError
 
     path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
     if path.is_dir():
-        if sides == 1 and (path / "adapter.queries.safetensors").is_file():
-            raise InputError(
-                f"{path}: this adapter was fitted on pairs and has two sides; give adapter.queries.safetensors or "
-                "adapter.documents.safetensors in this folder"
-            )
         if not _holds_adapter(path):
             raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
     elif not path.is_file():
@@ -224,7 +224,7 @@ def _check_update(args):
     from ega.arrays import InputError
     from ega.files import check_output
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     _check_data(args)
     _check_description_file(args.adapter)
     if Path(args.out).exists():
@@ -236,7 +236,7 @@ def _check_update(args):
 
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     if args.show is not None:
         if args.pairs is None:
             _refuse({"--show": args.show}, "without --pairs; `ega report` shows queries of classes")
@@ -251,7 +251,7 @@ def _check_report(args):
     from ega.arrays import check_installed
     from ega.files import check_output
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     _check_data_or_pairs(args)
     check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
     if args.out.endswith(".html"):
@@ -300,6 +300,13 @@ def _check_transform(args):
     from ega.vectors import check_not_adapted, open_vectors
 
     _check_adapter(args.adapter)
+    if _is_of_pairs(args.adapter) and args.side is None:
+        raise InputError(
+            f"{args.adapter}: this adapter was fitted on pairs and has two sides; add --side document for stored "
+            "documents, --side query for queries"
+        )
+    if not _is_of_pairs(args.adapter):
+        _refuse({"--side": args.side}, "unless the adapter is a folder of `ega fit --pairs`")
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)
     if source.is_file():
@@ -330,7 +337,7 @@ def _check_migrate(args):
     "Check the arguments of `ega migrate`."
     from ega.arrays import InputError
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
@@ -359,7 +366,7 @@ def _check_search(args):
     from ega.encoders import check_encoder
     from ega.vectors import check_embeddings_file
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     _check_exists(args.store, _STORE)
     _check_store_path(args)
     because = {"FAISS": "for a FAISS index, which has no columns", "Qdrant": "for Qdrant; in Python pass a Filter"}
@@ -745,7 +752,7 @@ def _fit_locked(args):
         try:
             _fit(args)
         finally:
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
 # %% ../nbs/library/30_cli.ipynb #5464c61d
@@ -995,19 +1002,28 @@ def _check_description(path):
         raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
 
 
+def _side_file(folder, side):
+    "The weights of one side of an adapter of pairs, after comparing both sides with the description beside them."
+    from ega.index import as_search_transforms
+
+    as_search_transforms(folder)
+    return Path(folder) / ("adapter.queries.safetensors" if side == "query" else "adapter.documents.safetensors")
+
+
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.transform import transform_file, transform_ray
 
-    _check_description(args.adapter)
+    adapter = args.adapter if args.side is None else _side_file(args.adapter, args.side)
+    _check_description(adapter)
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
     options["progress"] = _show_progress(args)
     if args.threads is not None:
         options["threads"] = args.threads
     if args.ray is None:
-        result = transform_file(args.adapter, args.source, args.out, **options)
+        result = transform_file(adapter, args.source, args.out, **options)
     else:
-        result = transform_ray(args.adapter, args.source, args.out, address=args.ray or None, **options)
+        result = transform_ray(adapter, args.source, args.out, address=args.ray or None, **options)
     if args.json:
         print(json.dumps(result._asdict() | {"path": str(result.path)}))
         return
@@ -1329,6 +1345,7 @@ def _transform_arguments(command):
     add = command.add_argument
     add("adapter", help=ADAPTER_HELP)
     add("source", help="a .npy or .parquet file, a pack, or a folder of them")
+    add("--side", choices=("query", "document"), help="of an adapter of `ega fit --pairs`: what the vectors are of")
     add("-o", "--out", required=True, help="file to write, of the same ending, or folder; it must not exist")
     add("--column", help="column of vectors of a .parquet (default: code of a pack, or the only one)")
     add("--batch-size", type=_COUNT, metavar="N", default=1024, help="rows in a matrix product (default: 1024)")

@@ -1558,3 +1558,31 @@ def test_from_texts_to_an_adapted_search_in_five_commands(package, store, beir, 
     assert found == dict(zip(queries.ids.tolist(), documents.ids[nearest].tolist()))
     is_right = [found[f"q{i}"] == f"d{i // 2}" for i in range(64, 80)]
     assert np.mean(is_right) > (knn(queries.x[64:], documents.x, 1).I[:, 0] == np.arange(64, 80) // 2).mean()
+
+
+def test_transform_takes_a_side_of_an_adapter_of_pairs(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapter, x = cranfield.fitted("two"), cranfield.XQ[:6]
+    adapter.save("adapter")
+    np.save("x.npy", x)
+    save_adapter(adapter.query_adapter_, "one.safetensors")
+    expected = {"query": adapter.transform_queries(x), "document": adapter.transform_documents(x)}
+    assert np.abs(expected["query"] - expected["document"]).max() > 0.01
+    for side, z in expected.items():
+        code, _, message = call("transform", "adapter", "x.npy", "--side", side, "-o", f"{side}.npy", "--quiet")
+        assert code == 0 and np.allclose(np.load(f"{side}.npy"), z, atol=1e-6), message
+    wrong = {
+        ("adapter",): "has two sides; add --side document for stored documents, --side query for queries",
+        (
+            "one.safetensors",
+            "--side",
+            "query",
+        ): "--side has no effect unless the adapter is a folder of `ega fit --pairs`",
+    }
+    queries = Path("adapter/adapter.queries.safetensors")
+    for (path, *side), words in wrong.items():
+        code, _, message = call("transform", path, "x.npy", *side, "-o", "z.npy")
+        assert code == 2 and words in message
+    save_adapter(LinearAdapter(x.shape[1]), queries)
+    code, _, message = call("transform", "adapter", "x.npy", "--side", "document", "-o", "z.npy")
+    assert code == 2 and "describes other weights than those of" in message and not Path("z.npy").exists()
