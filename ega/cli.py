@@ -367,8 +367,8 @@ def _check_search(args):
     from ega.vectors import check_embeddings_file
 
     _check_adapter(args.adapter)
-    _check_exists(args.store, _STORE)
     _check_store_path(args)
+    _check_exists(args.store, _STORE)
     because = {"FAISS": "for a FAISS index, which has no columns", "Qdrant": "for Qdrant; in Python pass a Filter"}
     if kind := because.get(_store_kind(args)):
         _refuse({"--where": args.where}, kind)
@@ -1511,7 +1511,8 @@ def _evaluate_arguments(command):
     command.epilog = (
         "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
         "searched among all rows of seen classes, all rows of unseen classes, or both (mixed). change has a 95 % "
-        "interval from low to high. capture is the share of unseen queries answered by a seen class."
+        "interval from low to high. capture is the share of unseen queries answered by a seen class. With --pairs they "
+        "are ranking measures at 10 in points: nDCG, MRR, recall, MAP and hit rate."
     )
 
 

@@ -405,6 +405,7 @@ def test_wrong_use_of_a_qdrant_collection_is_one_sentence(store, call):
         ("migrate", "a.safetensors", "files", *q): "files: expected a folder of Qdrant, but this folder holds other",
         ("migrate", "a.safetensors", "rows.parquet", *q): "rows.parquet: this is a file; expected a LanceDB table",
         ("migrate", "a.safetensors", "http://localhost:6333", *q): "a server is migrated and searched in Python",
+        ("search", "a.safetensors", "http://localhost:6333", "rows.parquet", *q): "a server is migrated and searched",
         ("migrate", "a.safetensors", "q", "--collection", "a/b", "--vectors", "rows.parquet"): "cannot have the name",
         ("migrate", "narrow.safetensors", "q", *q): "vector '' must have 4 numbers, as the adapter expects, got 8",
         (
