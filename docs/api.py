@@ -145,7 +145,7 @@ TASKS = {
     ),
     "Other libraries": (
         *("langchain.AdaptedEmbeddings", "llamaindex.AdaptedEmbedding", "chroma.AdaptedEmbeddingFunction"),
-        *("qdrant.migrate_collection", "qdrant.AdaptedCollection"),
+        *("qdrant.write_collection", "qdrant.migrate_collection", "qdrant.AdaptedCollection"),
     ),
     "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
 }

@@ -16,13 +16,23 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ega
 
 # %% ../nbs/library/30_cli.ipynb #checks
+_TEXTS = "the folder in the layout of BEIR, or the file of pairs of texts, that `ega embed --pairs` read"
 _ONE_VALUE = "--unlabelled takes one value: repeat it for each, as in --unlabelled nan --unlabelled -1"
 _FILE_ENDINGS = (".npy", ".npz", ".parquet", ".csv", ".json", ".safetensors")
-_STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes"
+_STORE = "a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes or, with --collection, of Qdrant"
+_STORE_KINDS = {"LanceDB": "a LanceDB table", "Qdrant": "a Qdrant collection", "FAISS": "a FAISS index"}
+
+
+def _store_kind(args):
+    "The key of `_STORE_KINDS` that the arguments name."
+    if args.collection is not None:
+        return "Qdrant"
+    return "LanceDB" if Path(args.store).suffix == ".lance" else "FAISS"
 
 
 def _refuse(flags, because):
@@ -51,31 +61,38 @@ def _check_folder_name(path):
         raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
 
 
+def _is_of_pairs(folder):
+    "Whether a folder holds the weights of queries and documents."
+    return (Path(folder) / "adapter.queries.safetensors").is_file()
+
+
 def _holds_adapter(folder):
     "Whether a folder holds the weights of an adapter, or those of queries and documents."
-    return any((Path(folder) / f"adapter{side}.safetensors").is_file() for side in ("", ".queries"))
+    return _is_of_pairs(folder) or (Path(folder) / "adapter.safetensors").is_file()
 
 
-def _check_store_path(path):
-    "Raise `InputError` if there is a file or an adapter where a store should be."
+def _check_store_path(args):
+    "Raise `InputError` if there is a file, an adapter or a store of another kind where a store should be."
     from ega.arrays import InputError
 
+    if "://" in args.store:
+        raise InputError(f"{args.store}: expected {_STORE}; a server is migrated and searched in Python (ega.qdrant)")
+    path = Path(args.store)
     is_adapter = _holds_adapter(path)
-    if Path(path).exists() and not Path(path).is_dir() or is_adapter:
+    if path.exists() and not path.is_dir() or is_adapter:
         raise InputError(f"{path}: this is {'the folder of an adapter' if is_adapter else 'a file'}; expected {_STORE}")
+    if path.suffix == ".lance":
+        _refuse({"--collection": args.collection}, "for a LanceDB table")
+    if _store_kind(args) == "FAISS" and (path / "meta.json").is_file() and (path / "collection").is_dir():
+        raise InputError(f"{path}: this is a folder of Qdrant; name one of its collections with --collection NAME")
 
 # %% ../nbs/library/30_cli.ipynb #e49d522c
-def _check_adapter(path, sides=1):
-    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights; sides=2: with pairs."
+def _check_adapter(path):
+    "Raise `InputError` if a path is neither a folder written by `ega fit` nor a file of weights."
     from ega.arrays import InputError
 
     path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
     if path.is_dir():
-        if sides == 1 and (path / "adapter.queries.safetensors").is_file():
-            raise InputError(
-                f"{path}: this adapter was fitted on pairs and has two sides; give adapter.queries.safetensors or "
-                "adapter.documents.safetensors in this folder"
-            )
         if not _holds_adapter(path):
             raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
     elif not path.is_file():
@@ -135,7 +152,7 @@ def _check_data(args):
 
 # %% ../nbs/library/30_cli.ipynb #496144a1
 def _check_data_or_pairs(args):
-    "Check the data of `ega fit` and `ega evaluate`: embeddings and labels, or queries, documents and pairs."
+    "Check the data of `ega fit`, `evaluate` and `report`: embeddings and labels, or queries, documents and pairs."
     from ega.arrays import InputError
 
     flags = {"--documents": args.documents, "--split": args.split, "--side": getattr(args, "side", None)}
@@ -207,7 +224,7 @@ def _check_update(args):
     from ega.arrays import InputError
     from ega.files import check_output
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     _check_data(args)
     _check_description_file(args.adapter)
     if Path(args.out).exists():
@@ -219,7 +236,12 @@ def _check_update(args):
 
 def _check_evaluate(args):
     "Check the arguments of `ega evaluate`."
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
+    if args.show is not None:
+        if args.pairs is None:
+            _refuse({"--show": args.show}, "without --pairs; `ega report` shows queries of classes")
+        _refuse({"--json": args.json}, "with --show; `ega report --json` prints the ids of queries")
+        _check_exists(args.show, _TEXTS)
     _check_data_or_pairs(args)
     _check_description_file(args.adapter)
 
@@ -229,13 +251,14 @@ def _check_report(args):
     from ega.arrays import check_installed
     from ega.files import check_output
 
-    _check_adapter(args.adapter, sides=2)
-    _check_data(args)
+    _check_adapter(args.adapter)
+    _check_data_or_pairs(args)
     check_output(args.out, endings=(".html", ".md"), overwrite=args.overwrite)
     if args.out.endswith(".html"):
         check_installed("jinja2", "matplotlib", extra="report")
     if args.show:
-        _check_exists(args.show, "a folder of images or a .csv of texts")
+        _check_exists(args.show, "a folder of images or a .csv of texts" if args.pairs is None else _TEXTS)
+    if args.show and args.pairs is None:
         check_installed("PIL", extra="report")
     _check_description_file(args.adapter)
 
@@ -277,6 +300,13 @@ def _check_transform(args):
     from ega.vectors import check_not_adapted, open_vectors
 
     _check_adapter(args.adapter)
+    if _is_of_pairs(args.adapter) and args.side is None:
+        raise InputError(
+            f"{args.adapter}: this adapter was fitted on pairs and has two sides; add --side document for stored "
+            "documents, --side query for queries"
+        )
+    if not _is_of_pairs(args.adapter):
+        _refuse({"--side": args.side}, "unless the adapter is a folder of `ega fit --pairs`")
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)
     if source.is_file():
@@ -298,35 +328,35 @@ def _check_store(args):
     "Check that the packages for a store are installed."
     from ega.arrays import check_installed
 
-    if Path(args.store).suffix == ".lance":
-        check_installed("lancedb", extra="deploy")
-    else:
-        check_installed("faiss", extra="cpu")
+    packages = {"LanceDB": ("lancedb", "deploy"), "Qdrant": ("qdrant_client", "qdrant"), "FAISS": ("faiss", "cpu")}
+    package, extra = packages[_store_kind(args)]
+    check_installed(package, extra=extra)
 
 
 def _check_migrate(args):
     "Check the arguments of `ega migrate`."
     from ega.arrays import InputError
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
     if isinstance(args.activate, str):
         flags = {"--vectors": args.vectors, "--column": args.column, "--index-factory": args.index_factory}
         _refuse(flags, f"with --activate {args.activate}, which adapts nothing")
-    _check_store_path(args.store)
+    _check_store_path(args)
     _check_folder_name(args.store)
+    kind = _store_kind(args)
     if args.vectors:
         _check_exists(args.vectors, ".npy, .parquet or a pack")
         _check_not_adapted(args.vectors, args.column)
     else:
-        source = "a pack (.parquet)" if args.store.endswith(".lance") else "a .npy or .parquet file"
+        source = "a .npy or .parquet file" if kind == "FAISS" else "a pack (.parquet)"
         _check_exists(args.store, f"{_STORE}; --vectors with {source} makes one")
         _refuse({"--column": args.column}, "without --vectors")
-    if Path(args.store).suffix == ".lance":
+    if kind != "FAISS":
         flags = {"--index-factory": args.index_factory, "--column": args.column}
-        _refuse(flags, "for a LanceDB table")
+        _refuse(flags, f"for {_STORE_KINDS[kind]}")
         if args.vectors and Path(args.vectors).suffix != ".parquet":
             raise InputError(
-                f"{args.vectors}: expected a pack (.parquet), from which rows are added to a LanceDB table"
+                f"{args.vectors}: expected a pack (.parquet), from which rows are added to {_STORE_KINDS[kind]}"
             )
     _check_store(args)
 
@@ -336,11 +366,12 @@ def _check_search(args):
     from ega.encoders import check_encoder
     from ega.vectors import check_embeddings_file
 
-    _check_adapter(args.adapter, sides=2)
+    _check_adapter(args.adapter)
+    _check_store_path(args)
     _check_exists(args.store, _STORE)
-    _check_store_path(args.store)
-    if Path(args.store).suffix != ".lance":
-        _refuse({"--where": args.where}, "for a FAISS index, which has no columns")
+    because = {"FAISS": "for a FAISS index, which has no columns", "Qdrant": "for Qdrant; in Python pass a Filter"}
+    if kind := because.get(_store_kind(args)):
+        _refuse({"--where": args.where}, kind)
     if args.encoder:
         _refuse({"--column": args.column}, "with --encoder")
         _check_exists(args.queries, "an image, a folder of images or a .csv")
@@ -547,8 +578,18 @@ def _read_named(path, column):
     return x, [str(row) for row in range(len(x))], np.full(len(x), "")
 
 
+class _PairInputs(NamedTuple):
+    "What the commands for pairs read."
+
+    queries: Any  # (nq, d)
+    documents: Any  # (nd, d)
+    pairs: Any  # (m, 3) row numbers and grade
+    query_ids: list[str]
+    document_ids: list[str]
+
+
 def _read_pair_inputs(args):
-    "Embeddings of queries and documents, and pairs of their row numbers, from a folder or from three files."
+    "Embeddings and ids of queries and documents, and pairs of their row numbers, from a folder or three files."
     import numpy as np
 
     from ega.arrays import InputError
@@ -558,6 +599,7 @@ def _read_pair_inputs(args):
         relevance = read_relevance_set(args.source)
         queries, documents, pairs = relevance.queries.x, relevance.documents.x, relevance.pairs
         splits = relevance.queries.split
+        query_ids, document_ids = relevance.queries.ids.tolist(), relevance.documents.ids.tolist()
     else:
         queries, query_ids, splits = _read_named(args.source, args.column)
         documents, document_ids, _ = _read_named(args.documents, args.column)
@@ -567,7 +609,28 @@ def _read_pair_inputs(args):
             names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
             raise InputError(f"--split {args.split}: the queries have no such split; theirs are: {names}")
         pairs = pairs[np.asarray(splits)[pairs[:, 0]] == args.split]
-    return queries, documents, pairs
+    return _PairInputs(queries, documents, pairs, query_ids, document_ids)
+
+
+def _name_rows(args, given):
+    "For each query and for each document of `_PairInputs` its id and, if --show names the texts, its text."
+    from ega.arrays import InputError
+    from ega.relevance import read_beir, read_text_pairs
+
+    ids = {"queries": given.query_ids, "documents": given.document_ids}
+    if args.show is None:
+        return [[f"id {name}" for name in names] for names in ids.values()]
+    texts, named = read_beir(args.show) if Path(args.show).is_dir() else read_text_pairs(args.show), []
+    for side, names in ids.items():
+        source = getattr(texts, side)
+        rows = {name: row for row, name in enumerate(source.ids)}
+        if lacking := [name for name in names if name not in rows]:
+            raise InputError(
+                f"{args.show}: expected the texts of all {side}, but {len(lacking):,} of {len(names):,} ids are "
+                f"missing, such as {lacking[0]}; name {_TEXTS}"
+            )
+        named.append([f"{name}: {source.read(rows[name])}" for name in names])
+    return named
 
 # %% ../nbs/library/30_cli.ipynb #1b02332a
 def _wrap(text, **options):
@@ -610,7 +673,7 @@ def _fit_labels(args):
 
 def _fit_pairs(args):
     "The estimator that `ega fit --pairs` saves."
-    queries, documents, pairs = _read_pair_inputs(args)
+    queries, documents, pairs, *_ = _read_pair_inputs(args)
     if not args.json:
         asked = len(set(pairs[:, 0].tolist()))
         print(f"{asked:,} queries, {len(documents):,} documents, {len(pairs):,} pairs", flush=True)
@@ -689,7 +752,7 @@ def _fit_locked(args):
         try:
             _fit(args)
         finally:
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
 # %% ../nbs/library/30_cli.ipynb #5464c61d
@@ -803,18 +866,40 @@ def _format_pairs(table):
     return pd.DataFrame(columns).to_string(index=False)
 
 
-def _evaluate_pairs(args, adapter):
-    "The table of an adapter that was fitted on pairs, and the sentence that explains it."
-    from ega.pairs import evaluate_pairs
+def _format_examples(sections):
+    "The examples of `describe_pair_examples` for a terminal."
+    lines = []
+    for heading, examples in sections:
+        lines.append(f"\n{heading}" if examples else f"\n{heading}: none")
+        for e in examples:
+            frozen, adapted = e["ranks"]
+            lines.append("")
+            lines.append(_wrap(f"{e['change']} points: {e['query']}", subsequent_indent="  "))
+            options = dict(initial_indent="  ", subsequent_indent="    ")
+            lines.append(_wrap(f"answer, rank {frozen} frozen, {adapted} adapted: {e['document']}", **options))
+            lines.append(_wrap(f"{e['role'].lower()}: {e['other'] or 'none'}", **options))
+    return "\n".join(lines)
 
-    queries, documents, pairs = _read_pair_inputs(args)
-    _check_width(args.source, queries, adapter)
-    table = evaluate_pairs(adapter, queries, documents, pairs, random_state=args.seed)
+
+def _evaluate_pairs(args, adapter):
+    "The table of an adapter that was fitted on pairs, the sentences that explain it and, with --show, examples."
+    from ega.pairs import evaluate_pairs, find_pair_examples, pairs_summary
+
+    given = _read_pair_inputs(args)
+    _check_width(args.source, given.queries, adapter)
+    names = [] if args.show is None else _name_rows(args, given)
+    table = evaluate_pairs(adapter, *given[:3], random_state=args.seed)
     text = (
         "all: queries that were not fitted on. known documents: a pair that was fitted on names a relevant document. "
         "new documents: none does."
     )
-    return table, f"{_format_pairs(table)}\n\n{_wrap(text)}"
+    text = f"{_wrap(pairs_summary(table))}\n\n{_format_pairs(table)}\n\n{_wrap(text)}"
+    if names:
+        from ega.report import describe_pair_examples
+
+        examples = find_pair_examples(adapter, *given[:3], n_examples=3)
+        text += f"\n{_format_examples(describe_pair_examples(examples, *names))}"
+    return table, text
 
 
 def _evaluate_labels(args, adapter):
@@ -828,8 +913,8 @@ def _evaluate_labels(args, adapter):
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}"
 
 
-def _evaluate(args):
-    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
+def _load_evaluated(args):
+    "The adapter of `ega evaluate` and `ega report`, which must have been fitted on labels or on pairs as they are."
     from ega.arrays import InputError
     from ega.estimator import EmbeddingAdapter
 
@@ -837,20 +922,51 @@ def _evaluate(args):
     if hasattr(adapter, "classes_") != (args.pairs is None):
         kind, advice = ("labels", "leave out --pairs") if hasattr(adapter, "classes_") else ("pairs", "add --pairs")
         raise InputError(f"{args.adapter}: this adapter was fitted on {kind}; {advice}")
+    return adapter
+
+
+def _evaluate(args):
+    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
+    adapter = _load_evaluated(args)
     table, text = _evaluate_labels(args, adapter) if args.pairs is None else _evaluate_pairs(args, adapter)
     print(json.dumps(_records(table)) if args.json else text)
 
 # %% ../nbs/library/30_cli.ipynb #report
+def _report_pairs(args, adapter):
+    "Write the report of an adapter that was fitted on pairs and print its summary."
+    from ega.pairs import pairs_summary
+    from ega.report import write_pair_report
+
+    given = _read_pair_inputs(args)
+    _check_width(args.source, given.queries, adapter)
+    query_names, document_names = _name_rows(args, given)
+    comparison = write_pair_report(
+        adapter,
+        *given[:3],
+        args.out,
+        query_names=query_names,
+        document_names=document_names,
+        random_state=args.seed,
+    )
+    if args.json:
+        ids = [*given.document_ids, None]  # of row -1, where no document was overtaken
+        columns = {name: [ids[row] for row in comparison.examples[name]] for name in ("document", "other")}
+        columns["query"] = [given.query_ids[row] for row in comparison.examples["query"]]
+        tables = {"evaluation": comparison.evaluation, "examples": comparison.examples.assign(**columns)}
+        print(json.dumps({"out": args.out} | {name: _records(table) for name, table in tables.items()}))
+    else:
+        print(f"{_wrap(pairs_summary(comparison.evaluation))}\n{args.out}")
+
+
 def _report(args):
     "Write the report of an adapter and print its summary."
-    from ega.arrays import InputError
     from ega.datasets import open_input_source
-    from ega.estimator import EmbeddingAdapter
     from ega.report import write_report
 
-    adapter = EmbeddingAdapter.load(args.adapter)
-    if not hasattr(adapter, "classes_"):
-        raise InputError(f"{args.adapter}: this adapter was fitted on pairs, which `ega evaluate --pairs` compares")
+    adapter = _load_evaluated(args)
+    if args.pairs is not None:
+        _report_pairs(args, adapter)
+        return
     x, y = _read_inputs(args, adapter.classes_)
     _check_width(args.source, x, adapter)
     comparison = write_report(
@@ -886,19 +1002,28 @@ def _check_description(path):
         raise InputError(f"{description}: describes other weights than those of {weights.name}; save both again")
 
 
+def _side_file(folder, side):
+    "The weights of one side of an adapter of pairs, after comparing both sides with the description beside them."
+    from ega.index import as_search_transforms
+
+    as_search_transforms(folder)
+    return Path(folder) / ("adapter.queries.safetensors" if side == "query" else "adapter.documents.safetensors")
+
+
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.transform import transform_file, transform_ray
 
-    _check_description(args.adapter)
+    adapter = args.adapter if args.side is None else _side_file(args.adapter, args.side)
+    _check_description(adapter)
     options = {name: getattr(args, name) for name in ("column", "batch_size", "dtype", "precision", "device")}
     options["progress"] = _show_progress(args)
     if args.threads is not None:
         options["threads"] = args.threads
     if args.ray is None:
-        result = transform_file(args.adapter, args.source, args.out, **options)
+        result = transform_file(adapter, args.source, args.out, **options)
     else:
-        result = transform_ray(args.adapter, args.source, args.out, address=args.ray or None, **options)
+        result = transform_ray(adapter, args.source, args.out, address=args.ray or None, **options)
     if args.json:
         print(json.dumps(result._asdict() | {"path": str(result.path)}))
         return
@@ -908,8 +1033,8 @@ def _transform(args):
 # %% ../nbs/library/30_cli.ipynb #migrate
 def _migrate(args):
     "Write adapted vectors beside the active ones of a store; activate them on request."
-    store = Path(args.store)
-    result = (_migrate_table if store.suffix == ".lance" else _migrate_index)(args, store)
+    migrate = {"LanceDB": _migrate_table, "Qdrant": _migrate_collection, "FAISS": _migrate_index}
+    result = migrate[_store_kind(args)](args, Path(args.store))
     if args.json:
         print(json.dumps(result))
         return
@@ -937,6 +1062,33 @@ def _migrate_table(args, store):
     return {"version": version, "rows": rows, "previous": previous, "active": active_column(table)}
 
 
+def _migrate_collection(args, store):
+    "Migrate a Qdrant collection, or activate a vector of it; its raw vector, often without a name, is called `vector`."
+    from contextlib import closing
+
+    from ega import qdrant
+    from ega.packs import read_pack
+
+    with closing(qdrant.open_client(store)) as client:
+        if args.vectors:
+            qdrant.write_collection(client, args.collection, read_pack(args.vectors))
+        raw = qdrant.raw_vector(client, args.collection)
+
+        def active():
+            return qdrant.active_vector(client, args.collection, vector=raw)
+
+        previous = active()
+        if isinstance(args.activate, str):
+            version = raw if args.activate == "vector" else args.activate
+        else:
+            version = qdrant.migrate_collection(client, args.collection, args.adapter, vector=raw)
+        if args.activate:
+            qdrant.activate(client, args.collection, version, vector=raw)
+        rows = qdrant.count_points(client, args.collection, version)
+        shown = {"version": version, "previous": previous, "active": active()}
+        return {"rows": rows} | {key: "vector" if name == raw else name for key, name in shown.items()}
+
+# %% ../nbs/library/30_cli.ipynb #ab9eaca0
 def _migrate_index(args, store):
     "Migrate a folder of FAISS indexes, or activate a version of it."
     from ega.index import IndexStore
@@ -1006,21 +1158,38 @@ def _list_hits(names, found):
     return hits
 
 # %% ../nbs/library/30_cli.ipynb #search
+def _search_table(args, store, x):
+    "The nearest rows of a LanceDB table."
+    from ega.lance import AdaptedTable, open_table
+
+    table = AdaptedTable(open_table(store), args.adapter)
+    return table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
+
+
+def _search_collection(args, store, x):
+    "The nearest points of a Qdrant collection."
+    from contextlib import closing
+
+    from ega.qdrant import AdaptedCollection, open_client, raw_vector
+
+    with closing(open_client(store)) as client:
+        raw = raw_vector(client, args.collection)
+        return AdaptedCollection(client, args.collection, args.adapter, vector=raw).search(x, args.k)
+
+
+def _search_index(args, store, x):
+    "The nearest rows of a folder of FAISS indexes."
+    from ega.index import IndexStore
+
+    index = IndexStore(store).open(adapter=args.adapter)
+    return index.search(x, max(1, min(args.k, len(index))))
+
+
 def _search(args):
     "Print the nearest rows of a store for each query."
-    store = Path(args.store)
     x, names = _read_queries(args)
-    if store.suffix == ".lance":
-        from ega.lance import AdaptedTable, open_table
-
-        table = AdaptedTable(open_table(store), args.adapter)
-        found = table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
-    else:
-        from ega.index import IndexStore
-
-        index = IndexStore(store).open(adapter=args.adapter)
-        found = index.search(x, max(1, min(args.k, len(index))))
-    hits = _list_hits(names, found)
+    search = {"LanceDB": _search_table, "Qdrant": _search_collection, "FAISS": _search_index}
+    hits = _list_hits(names, search[_store_kind(args)](args, Path(args.store), x))
     if args.json:
         print(json.dumps(hits))
         return
@@ -1176,6 +1345,7 @@ def _transform_arguments(command):
     add = command.add_argument
     add("adapter", help=ADAPTER_HELP)
     add("source", help="a .npy or .parquet file, a pack, or a folder of them")
+    add("--side", choices=("query", "document"), help="of an adapter of `ega fit --pairs`: what the vectors are of")
     add("-o", "--out", required=True, help="file to write, of the same ending, or folder; it must not exist")
     add("--column", help="column of vectors of a .parquet (default: code of a pack, or the only one)")
     add("--batch-size", type=_COUNT, metavar="N", default=1024, help="rows in a matrix product (default: 1024)")
@@ -1241,14 +1411,14 @@ def _data_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #321d09e2
 def _pair_arguments(command):
-    "Add the arguments of `ega fit` and `ega evaluate` for queries, documents and pairs, instead of labels."
+    "Add the arguments of `ega fit`, `evaluate` and `report` for queries, documents and pairs, instead of labels."
     add = command.add_argument
     add(
         "--pairs",
         nargs="?",
         const=True,
         metavar="FILE",
-        help="learn from queries and documents: source is the folder that `ega embed` writes for them, or the "
+        help="queries and documents instead of labels: source is the folder that `ega embed` writes for them, or the "
         "embeddings of queries, with a FILE of pairs (.csv, .tsv, .jsonl, .parquet or qrels) and --documents",
     )
     add("--documents", metavar="FILE", help="with --pairs FILE: embeddings of all documents")
@@ -1336,11 +1506,13 @@ def _evaluate_arguments(command):
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
     _pair_arguments(command)
+    command.add_argument("--show", metavar="PATH", help=f"with --pairs: {_TEXTS}, to show queries won and lost")
     _add_json_and_quiet(command, quiet=False)
     command.epilog = (
         "frozen and adapted are LP@1 in points: the share of queries whose nearest neighbour carries their label, "
         "searched among all rows of seen classes, all rows of unseen classes, or both (mixed). change has a 95 % "
-        "interval from low to high. capture is the share of unseen queries answered by a seen class."
+        "interval from low to high. capture is the share of unseen queries answered by a seen class. With --pairs they "
+        "are ranking measures at 10 in points: nDCG, MRR, recall, MAP and hit rate."
     )
 
 
@@ -1348,6 +1520,7 @@ def _report_arguments(command):
     "Arguments of `ega report`."
     command.add_argument("adapter", help="the folder written by `ega fit`")
     _data_arguments(command)
+    _pair_arguments(command)
     command.add_argument(
         "-o", "--out", default="report.html", help=".html or .md file, which must not exist (default: report.html)"
     )
@@ -1355,21 +1528,28 @@ def _report_arguments(command):
     command.add_argument(
         "--show",
         metavar="PATH",
-        help="folder of images or .csv of texts that the embeddings were made of, to show them beside the queries",
+        help="folder of images or .csv of texts that the embeddings were made of, to show them beside the queries; "
+        f"with --pairs: {_TEXTS}",
     )
     _add_json_and_quiet(command, quiet=False)
 
 # %% ../nbs/library/30_cli.ipynb #store-arguments
+def _store_arguments(add):
+    "Arguments that name a vector store and its adapter."
+    add("adapter", help=ADAPTER_HELP)
+    add("store", help=_STORE)
+    add("--collection", metavar="NAME", help="a collection of Qdrant; store is the folder of Qdrant inside a process")
+
+
 def _migrate_arguments(command):
     "Arguments of `ega migrate`."
     add = command.add_argument
-    add("adapter", help=ADAPTER_HELP)
-    add("store", help="a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    _store_arguments(add)
     add(
         "--vectors",
         metavar="FILE",
-        help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB: a pack whose rows are "
-        "added if the table lacks them",
+        help="vectors to adapt. FAISS: the .npy or .parquet file of all of them; LanceDB and Qdrant: a pack whose "
+        "rows are added if the table or collection lacks them",
     )
     add("--column", help=f"FAISS: {MATRIX_COLUMN_HELP}")
     add("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: Flat)")
@@ -1379,7 +1559,7 @@ def _migrate_arguments(command):
         const=True,
         metavar="VERSION",
         help="search the vectors of this adapter from now on, or, without adapting anything, those of an earlier "
-        "VERSION (LanceDB: `vector` for the vectors before any adapter)",
+        "VERSION (LanceDB and Qdrant: `vector` for the vectors before any adapter)",
     )
     _add_json_and_quiet(command)
 
@@ -1387,8 +1567,7 @@ def _migrate_arguments(command):
 def _search_arguments(command):
     "Arguments of `ega search`."
     add = command.add_argument
-    add("adapter", help=ADAPTER_HELP)
-    add("store", help="a LanceDB table, FOLDER/NAME.lance, or a folder of FAISS indexes")
+    _store_arguments(add)
     add(
         "queries",
         help="embeddings that are not adapted: .npy, .npz, .safetensors, .parquet; with --encoder an image, a folder "
@@ -1451,13 +1630,15 @@ def _add_store_commands(add):
     _transform_arguments(command)
     text = "adapt the vectors of a vector store; after a kill the same command resumes"
     command = add("migrate", _migrate, text, _check_migrate)
-    command.description += " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS."
+    command.description += (
+        " Needs pip install 'ega[deploy]' for LanceDB, 'ega[qdrant]' for Qdrant, 'ega[cpu]' for FAISS."
+    )
     _migrate_arguments(command)
     text = "search a migrated store with embeddings, photographs or texts"
     command = add("search", _search, text, _check_search)
     command.description += (
-        " Needs pip install 'ega[deploy]' for a LanceDB table, 'ega[cpu]' for FAISS, and with --encoder "
-        "what `ega embed` needs."
+        " Needs pip install 'ega[deploy]' for LanceDB, 'ega[qdrant]' for Qdrant, 'ega[cpu]' for FAISS, and with "
+        "--encoder what `ega embed` needs."
     )
     command.set_defaults(interrupted=_NOTHING_WRITTEN)
     _search_arguments(command)

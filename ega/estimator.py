@@ -10,6 +10,7 @@ import copy
 import hashlib
 import inspect
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
@@ -466,6 +467,11 @@ def _load_statistics(path, values):
     return statistics
 
 # %% ../nbs/library/24_estimator.ipynb #d23a4f63
+def _holds_files(folder):
+    "Whether a folder has files, or is one that another folder cannot replace: a link or a mount, as of a container."
+    return folder.is_dir() and (any(folder.iterdir()) or folder.is_symlink() or os.path.ismount(folder))
+
+
 def _write_files(estimator, weights, statistics):
     "Write the files of `EmbeddingAdapter.save` into an existing folder, the description last."
     description, kept = weights.with_suffix(".json"), estimator.statistics_ if statistics else None
@@ -506,7 +512,7 @@ class _SaveLoadMixin:
             a .safetensors file, which gets a .fit_rows.npy and a .json beside it. After `fit_pairs` the weights
             are two files, `adapter.queries.safetensors` and `adapter.documents.safetensors`, and there is an
             `adapter.fit_documents.npy`. The files of an earlier `save` are replaced, as joblib.dump does; other
-            files in the folder stay as they are. A new folder appears with all its files or not at all.
+            files in the folder stay as they are. A folder that is new or empty gets all its files or none.
         statistics : bool, default=False
             Also write `adapter.statistics.npz`, which a loaded estimator needs for `partial_fit` and `forget`:
             number of rows and mean of each class, and the sum of squares of all rows, 8 (d + C) d bytes for d columns
@@ -537,7 +543,7 @@ class _SaveLoadMixin:
         weights, description = _file_pair(path)
         _check_save_path(path, description)
         check_output(weights, endings=(".safetensors",), overwrite=True)
-        if weights.parent.exists():
+        if _holds_files(weights.parent):
             _write_files(self, weights, statistics)
         else:
             with atomic_folder(weights.parent) as temporary:

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import struct
 import tempfile
 import tokenize
@@ -125,17 +126,20 @@ def atomic_write(
 # %% ../nbs/library/03_files.ipynb #9a0c6aff
 @contextmanager
 def atomic_folder(
-    path: Path | str,  # final path; must not exist
+    path: Path | str,  # final path; must not exist or be a folder without files
 ) -> Iterator[Path]:  # context; yields a temporary folder beside it
     "Yield a temporary folder that becomes `path` when the block ends without an error."
     path = check_path(path)
-    if path.exists():
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already, expected the name of a new folder; choose another name")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o777 & ~_umask()
     make_folder(path.parent)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp creates folders that only their owner may open
+        temporary.chmod(mode)  # mkdtemp creates folders that only their owner may open
+        if path.exists():
+            path.rmdir()  # Windows renames no folder to the name of another
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

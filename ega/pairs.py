@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['SIDES', 'PAIR_CANDIDATES', 'MAX_DOCUMENTS', 'PairWhitening', 'check_relevant_pairs', 'whiten_pairs', 'PairConfig',
            'pair_candidates', 'check_negatives', 'find_negatives', 'PairPath', 'fit_pair_path', 'PairFold',
-           'pair_folds', 'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs']
+           'pair_folds', 'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs', 'find_pair_examples',
+           'pairs_summary']
 
 # %% ../nbs/library/32_pairs.ipynb #7b0564cd
 import time
@@ -769,6 +770,37 @@ def _groups_of_queries(estimator, queries, documents, pairs):
     return {name: rows for name, rows in groups.items() if len(rows)}
 
 
+def _check_evaluated(estimator, queries, documents, pairs):
+    "The checked arrays of an evaluation; `InputError` for an estimator that was not fitted with `fit_pairs`."
+    if not hasattr(estimator, "query_adapter_"):
+        raise InputError("estimator must be an EmbeddingAdapter fitted with fit_pairs; after fit use ega.evaluate")
+    xq = check_matrix(queries, estimator.n_features_in_, name="queries")
+    xd = check_matrix(documents, estimator.n_features_in_, name="documents")
+    return xq, xd, check_relevant_pairs(pairs, len(xq), len(xd))
+
+
+class _QueryMeasures(NamedTuple):
+    "The ranking measures of each query, frozen and adapted."
+
+    rows: np.ndarray  # (n,) ascending rows of all queries with a relevant document
+    groups: dict[str, np.ndarray]  # name: ascending query rows
+    frozen: dict[str, np.ndarray]  # measure: (n,)
+    adapted: dict[str, np.ndarray]
+    searched: list  # frozen and adapted: unit queries (n, d) and documents (nd, d)
+
+
+def _measure_queries(estimator, xq, xd, pairs, k):
+    "Search all documents for each query with a relevant document, frozen and adapted."
+    groups = _groups_of_queries(estimator, xq, xd, pairs)
+    rows = np.sort(np.concatenate([groups.get("all", []), groups.get("fitted queries", [])])).astype(np.int64)
+    searched = [
+        (as_unit_rows(xq[rows], "queries"), as_unit_rows(xd, "documents")),
+        (estimator.transform_queries(xq[rows]), estimator.transform_documents(xd)),
+    ]
+    frozen, adapted = (ranking_metrics(knn(zq, zd, k).I, pairs, queries=rows, k=k) for zq, zd in searched)
+    return _QueryMeasures(rows, groups, frozen, adapted, searched)
+
+# %% ../nbs/library/32_pairs.ipynb #cca83076
 def evaluate_pairs(
     estimator: Any,
     queries: np.ndarray,
@@ -811,6 +843,7 @@ def evaluate_pairs(
 
     See Also
     --------
+    find_pair_examples : The queries that lose and gain most.
     ega.evaluate : The same for class labels.
     ega.relevance.evaluate_ranking : Ranking measures of one search.
 
@@ -825,21 +858,11 @@ def evaluate_pairs(
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """
-    if not hasattr(estimator, "query_adapter_"):
-        raise InputError("estimator must be an EmbeddingAdapter fitted with fit_pairs; after fit use ega.evaluate")
     check_number(confidence, "confidence", above=0, below=1)
     check_positive_int(random_state, "random_state", minimum=0)
-    xq = check_matrix(queries, estimator.n_features_in_, name="queries")
-    xd = check_matrix(documents, estimator.n_features_in_, name="documents")
-    pairs = check_relevant_pairs(pairs, len(xq), len(xd))
+    xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))
-    groups = _groups_of_queries(estimator, xq, xd, pairs)
-    rows = np.sort(np.concatenate([groups.get("all", []), groups.get("fitted queries", [])])).astype(np.int64)
-    searched = [
-        (as_unit_rows(xq[rows], "queries"), as_unit_rows(xd, "documents")),
-        (estimator.transform_queries(xq[rows]), estimator.transform_documents(xd)),
-    ]
-    frozen, adapted = (ranking_metrics(knn(zq, zd, k).I, pairs, queries=rows, k=k) for zq, zd in searched)
+    rows, groups, frozen, adapted, _ = _measure_queries(estimator, xq, xd, pairs, k)
     clusters, lines = _clusters(pairs, np.arange(len(xd))), []
     for name, members in groups.items():
         at = np.searchsorted(rows, members)
@@ -852,3 +875,100 @@ def evaluate_pairs(
                 line | {"adapted": after.mean(), "change": change.mean, "low": change.low, "high": change.high}
             )
     return pd.DataFrame(lines)
+
+# %% ../nbs/library/32_pairs.ipynb #51637d1e
+def _explain_loss(before, after, relevant, grades, k):
+    """The relevant document whose worse rank costs most of DCG@k, and the document that overtook it, -1 for none.
+
+    `before` and `after` are the scores (nd,) of all documents. Returns document, rank before, rank after, other."""
+    ranks = [1 + (scores[:, None] > scores[relevant]).sum(0) for scores in (before, after)]
+    gains = [np.where(rank <= k, grades / np.log2(1 + rank), 0) for rank in ranks]
+    worst = int(np.argmax(gains[0] - gains[1]))
+    document = relevant[worst]
+    overtook = np.flatnonzero((after > after[document]) & (before <= before[document]))
+    others = np.setdiff1d(overtook, relevant)
+    others = others if len(others) else overtook
+    other = int(others[np.argmax(after[others])]) if len(others) else -1
+    return int(document), int(ranks[0][worst]), int(ranks[1][worst]), other
+
+
+def find_pair_examples(
+    estimator: Any,  # EmbeddingAdapter fitted with fit_pairs
+    queries: np.ndarray,  # (nq, d)
+    documents: np.ndarray,  # (nd, d)
+    pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade
+    *,
+    n_examples: int = 10,  # lost and won queries of each group, of each at most
+    k: int = 10,  # documents that count
+) -> (
+    pd.DataFrame
+):  # group, outcome, query, change (points), document, frozen_rank, adapted_rank, other (document or -1)
+    "The queries whose nDCG@k falls most (lost) and rises most (won), for known and for new documents apart."
+    check_positive_int(n_examples, "n_examples")
+    xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
+    k = check_positive_int(k, "k", maximum=len(xd))
+    m = _measure_queries(estimator, xq, xd, pairs, k)
+    change, lines = 100 * (m.adapted[f"ndcg@{k}"] - m.frozen[f"ndcg@{k}"]), []
+    shown = [name for name in ("known documents", "new documents") if name in m.groups] or ["fitted queries"]
+    for group in shown:
+        at = np.searchsorted(m.rows, m.groups[group])
+        at = at[np.argsort(change[at], kind="stable")]
+        for outcome, chosen in (("lost", at[change[at] < -1e-6]), ("won", at[change[at] > 1e-6][::-1])):
+            for row in chosen[:n_examples]:
+                of_query = pairs[(pairs[:, 0] == m.rows[row]) & (pairs[:, 2] > 0)]
+                before, after = (zd @ zq[row] for zq, zd in m.searched[:: 1 if outcome == "lost" else -1])
+                document, *ranks, other = _explain_loss(before, after, of_query[:, 1], of_query[:, 2], k)
+                ranks = ranks if outcome == "lost" else ranks[::-1]
+                lines.append((group, outcome, m.rows[row], change[row], document, *ranks, other))
+    names = ["group", "outcome", "query", "change", "document", "frozen_rank", "adapted_rank", "other"]
+    return pd.DataFrame(lines, columns=names)
+
+# %% ../nbs/library/32_pairs.ipynb #f7ffd1ab
+def _change_text(line, points="points"):
+    "A change with its interval, as a clause."
+    if line.low > 0 or line.high < 0:
+        change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
+    else:
+        change = f"change by {line.change:+.1f}"
+    return f"queries for {line.group} {change} {points} [{line.low:+.1f}, {line.high:+.1f}]"
+
+
+def _advise(known, new):
+    "What to do, from the lines of queries for known and for new documents; either may be None."
+    if known is not None and known.high < 0 or new is not None and new.high < 0:
+        return "Do not use this adapter there: keep the frozen embeddings, or fit again with a lower max_unseen_loss."
+    if known is None:
+        if new.low > 0:
+            return "It may be used: also documents that no training pair names gain."
+        return "Nothing is shown for new documents; keep the frozen embeddings if most queries ask for those."
+    if known.low <= 0:
+        return "Nothing is shown for known documents: keep the frozen embeddings, or collect more pairs."
+    if new is None:
+        return "Nothing is known about documents that are added later: evaluate queries for such documents, too."
+    if new.low > 0:
+        return "It may be used: both gain."
+    return (
+        f"Use it if most queries ask for known documents; those for new ones may lose up to {-new.low:.1f} points "
+        "by the lower end of the interval."
+    )
+
+
+def pairs_summary(
+    table: pd.DataFrame,  # from evaluate_pairs with k=10
+) -> str:
+    "Say how nDCG@10 changes for known and for new documents, and what follows for the use of the adapter."
+    if "n_queries" not in getattr(table, "columns", ()) or "ndcg@10" not in set(table.measure):
+        raise InputError(f"table must be one of evaluate_pairs with k=10, got {short_repr(table)}")
+    lines = {line.group: line for line in table[table.measure == "ndcg@10"].itertuples()}
+    known, new = lines.get("known documents"), lines.get("new documents")
+    measured = [line for line in (known, new) if line is not None]
+    if not measured:
+        return (
+            "All these queries were fitted on, so the table says how well the adapter fits and not what it gains; "
+            "evaluate other queries."
+        )
+    first, *others = measured
+    text = " and ".join([_change_text(first, "points of nDCG@10"), *map(_change_text, others)])
+    few = [f"{line.n_queries} for {line.group}" for line in measured if line.n_queries < 30]
+    note = f" Few queries ({', '.join(few)}): the interval may be too narrow." if few else ""
+    return f"{text[0].upper()}{text[1:]}. {_advise(known, new)}{note}"

@@ -6,7 +6,8 @@
 __all__ = ['N_NEIGHBOURS', 'CURVE_STRENGTHS', 'MIN_LABELLED_ROWS', 'query_outcomes', 'count_outcomes', 'summarize_classes',
            'find_examples', 'strength_curve', 'EffectiveRankStats', 'effective_rank_stats', 'collapse_warning',
            'ivf_recall_curve', 'Comparison', 'compare_spaces', 'definitions', 'page_notes', 'check_report_path',
-           'write_comparison', 'write_report']
+           'write_comparison', 'write_report', 'PairComparison', 'shorten_text', 'describe_pair_examples',
+           'write_pair_report']
 
 # %% ../nbs/library/29_report.ipynb #823b6449
 import base64
@@ -50,6 +51,7 @@ from ega.evaluation import (
 )
 from .files import atomic_write, check_output
 from .metrics import ar_at_k, displacement
+from .pairs import evaluate_pairs, find_pair_examples, pairs_summary
 from .search import ivf_sweep, knn
 
 # %% ../nbs/library/29_report.ipynb #outcomes
@@ -831,3 +833,145 @@ def write_report(
     [['unseen', 'mixed', 40], ['unseen', 'unseen', 40], ['trained on', 'mixed', 80], ['trained on', 'seen', 80]]
     """
     return _write_report(estimator, X, y, path, unlabelled, source, max_queries, random_state)
+
+# %% ../nbs/library/29_report.ipynb #51c89dc5
+_PAIR_HEADER = ["queries", "number", "measure", "frozen", "adapted", "change"]
+_PAIR_NOTE = (
+    "Ranking measures in points; brackets are 95 % intervals, a bootstrap over documents, then queries. Known "
+    "documents: a pair that was fitted on names a relevant document. New documents: none does. Fitted queries are no "
+    "evidence of a gain; all are the others."
+)
+_PAIR_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light">
+<title>{{ title }}</title><style>{{ style | safe }}</style>
+<main>
+<h1>{{ title }}</h1>
+<p class="lead">{{ unbroken(summary) }}</p>
+<p class="note">{{ decision }}</p>
+{{ table(headline) }}
+<p class="note">{{ note }}</p>
+{% for heading, examples in sections %}
+<h2>{{ heading }}</h2>
+{% for e in examples %}
+<section class="example"><div><h3>Query, {{ e.change }} points</h3><div class="item"><q>{{ e.query }}</q></div></div>
+<div><h3>Answer, rank {{ e.ranks[0] }} frozen, {{ e.ranks[1] }} adapted</h3>
+<div class="item"><q>{{ e.document }}</q></div></div>
+<div><h3>{{ e.role }}</h3><div class="item">{% if e.other %}<q>{{ e.other }}</q>{% else %}None.{% endif %}</div></div>
+</section>
+{% else %}<p>None.</p>{% endfor %}
+{% endfor %}
+</main>
+</html>
+"""
+
+# %% ../nbs/library/29_report.ipynb #215ac7e5
+class PairComparison(NamedTuple):
+    "The tables of a report of an adapter of pairs."
+
+    evaluation: pd.DataFrame  # from evaluate_pairs
+    examples: pd.DataFrame  # from find_pair_examples
+
+
+def shorten_text(
+    text: Any,  # converted to a text
+) -> str:  # at most 200 characters
+    "Shorten a text that is shown as an example."
+    text = " ".join(str(text).split())
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+
+
+def describe_pair_examples(
+    examples: pd.DataFrame,  # from find_pair_examples
+    query_names: Any,  # text or id of each query
+    document_names: Any,  # text or id of each document
+) -> list[tuple[str, list[dict]]]:  # heading, and for each query: change, query, ranks, document, role, other
+    "The examples as texts, by group and outcome."
+    sections = []
+    for group in examples.group.unique():
+        for outcome in ("lost", "won"):
+            found = []
+            for e in examples[(examples.group == group) & (examples.outcome == outcome)].itertuples():
+                example: dict[str, Any] = {"change": f"{e.change:+.1f}", "query": shorten_text(query_names[e.query])}
+                example |= {"ranks": (e.frozen_rank, e.adapted_rank)}
+                example |= {"document": shorten_text(document_names[e.document])}
+                example |= {"role": "Overtaken by" if outcome == "lost" else "It overtook"}
+                example |= {"other": shorten_text(document_names[e.other]) if e.other >= 0 else ""}
+                found.append(example)
+            name = group if group == "fitted queries" else f"queries for {group}"
+            sections.append((f"{outcome.capitalize()} {name}", found))
+    return sections
+
+# %% ../nbs/library/29_report.ipynb #56373368
+def _pair_lines(table):
+    "Texts of the rows of the table of `evaluate_pairs`; nDCG, MRR and recall are shown."
+    lines = []
+    for r in table[table.measure.str.contains("ndcg|mrr|recall")].itertuples():
+        change = f"{r.change:+.1f} [{r.low:+.1f}, {r.high:+.1f}]"
+        lines.append([r.group, f"{r.n_queries:,}", r.measure, f"{r.frozen:.1f}", f"{r.adapted:.1f}", change])
+    return lines
+
+
+def _pair_markdown(content, sections):
+    "The page as Markdown."
+    parts = [f"# {content['title']}", content["summary"], content["decision"], _markdown_table(content["headline"])]
+    parts.append(content["note"])
+    for heading, examples in sections:
+        parts.append(f"## {heading}" if examples else f"## {heading}\n\nNone.")
+        lines = []
+        for e in examples:
+            lines.append(f"- {e['change']} points: {e['query']}")
+            lines.append(f"    - answer, rank {e['ranks'][0]} frozen, {e['ranks'][1]} adapted: {e['document']}")
+            lines.append(f"    - {e['role'].lower()}: {e['other'] or 'none'}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+# %% ../nbs/library/29_report.ipynb #bbf5b911
+def write_pair_report(
+    estimator: Any,  # EmbeddingAdapter fitted with fit_pairs
+    queries: np.ndarray,  # (nq, d)
+    documents: np.ndarray,  # (nd, d)
+    pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade
+    path: Path | str,  # .html or .md
+    *,
+    query_names: Any = None,  # text or id of each query; None: row numbers
+    document_names: Any = None,  # text or id of each document; None: row numbers
+    n_examples: int = 10,  # lost and won queries of each group, of each at most
+    random_state: int = 0,  # seed of the bootstrap
+) -> PairComparison:
+    "Write the page of an adapter of pairs: the table of `evaluate_pairs`, and the queries that lose and gain most."
+    path = check_report_path(path)
+    table = evaluate_pairs(estimator, queries, documents, pairs, random_state=random_state)
+    examples = find_pair_examples(estimator, queries, documents, pairs, n_examples=n_examples)
+    names = [
+        [f"row {row}" for row in range(len(x))] if given is None else given
+        for x, given in ((queries, query_names), (documents, document_names))
+    ]
+    for x, given, name in zip((queries, documents), names, ("query_names", "document_names")):
+        if len(given) != len(x):
+            raise InputError(f"{name} must hold one text for each of {len(x)} rows, got {len(given)}")
+    sections = describe_pair_examples(examples, *names)
+    s = estimator.selection_
+    strength = "" if s.frozen else f" at strength {s.strength:g}"
+    content = {
+        "title": "Adapter report: queries and documents",
+        "summary": pairs_summary(table),
+        "decision": f"Selected in fit: {s.method}{strength}. Reason: {s.reason}.",
+        "headline": (
+            f"Each query is searched among all {len(documents):,} documents",
+            _PAIR_HEADER,
+            _pair_lines(table),
+        ),
+        "note": _PAIR_NOTE,
+    }
+    if path.suffix == ".md":
+        page = _pair_markdown(content, sections)
+    else:
+        jinja2 = import_optional("jinja2", "report")
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template, texts = environment.from_string(_MACROS + _PAIR_PAGE), dict(style=_STYLE, sections=sections)
+        page = template.render(**content, **texts, colour=_colour, unbroken=_unbroken)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(page.encode())
+    return PairComparison(table, examples)

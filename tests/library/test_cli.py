@@ -87,7 +87,8 @@ def test_help_fits_80_columns_and_names_every_argument(command, monkeypatch, cap
         ("report", "--unlabelled --label-column"),
         ("embed", "--precision --batch-size --overwrite"),
         ("transform", "--precision --batch-size"),
-        ("migrate", "--vectors --index-factory --activate"),
+        ("migrate", "--vectors --index-factory --activate --collection"),
+        ("search", "--collection --where --encoder"),
     ],
 )
 def test_flags_have_their_names(command, flags):
@@ -309,13 +310,21 @@ def call(capsys):
     return call
 
 
-@pytest.mark.parametrize("place, raw", (("db/t.lance", "vector"), ("versions", None)), ids=("lancedb", "faiss"))
-def test_migrate_activate_and_search_a_store(store, place, raw, call):
+STORES = {  # package: how `ega migrate` and `ega search` name a store, and its vectors before any adapter
+    "lancedb": ("db/t.lance", "vector"),
+    "faiss": ("versions", None),
+    "qdrant_client": ("q --collection t", "vector"),
+}
+
+
+@pytest.mark.parametrize("package", STORES)
+def test_migrate_activate_and_search_a_store(store, package, call):
     "Results equal exact search among adapted vectors, and an earlier version can be activated again."
-    pytest.importorskip("lancedb" if raw else "faiss")
+    pytest.importorskip(package)
+    (place, *collection), raw = STORES[package][0].split(), STORES[package][1]
     es, adapter = store
-    migrate = ("migrate", "a.safetensors", place, "--vectors", "rows.parquet", "--quiet")
-    search = ("search", "a.safetensors", place, "rows.parquet")
+    migrate = ("migrate", "a.safetensors", place, *collection, "--vectors", "rows.parquet", "--quiet")
+    search = ("search", "a.safetensors", place, "rows.parquet", *collection)
     assert call(*migrate)[1].endswith(f"active: {raw or 'none'} (--activate activates the new ones)\n")
     assert call(*search, "--json")[0] == 2  # no adapted version is active
     code, out, _ = call(*migrate, "--activate", "--json")
@@ -338,12 +347,17 @@ def test_migrate_activate_and_search_a_store(store, place, raw, call):
     everything = json.loads(call(*search, "-k", 10**20, "--json")[1])
     assert len(everything) == 60 * 60 and everything[:3] == json.loads(call(*search, "-k", "3", "--json")[1])[:3]
     if raw:
+        activated = call("migrate", "a.safetensors", place, *collection, "--activate", "vector")
+        assert activated[:2] == (0, f"60 rows in vector; active: vector, before: {result['version']}\n")
+        assert call(*search)[0] == 2
+    else:
+        assert "--vectors" in call("migrate", "a.safetensors", "other")[2]
+    if package == "lancedb":
+        assert call(*migrate, "--activate")[0] == 0
         found = json.loads(call(*search, "--where", "split = 'test'", "--json")[1])
         assert {h["id"] for h in found} <= set(es.ids[1::2])
-        assert call("migrate", "a.safetensors", place, "--activate", "vector")[0] == 0 and call(*search)[0] == 2
     else:
         assert call(*search, "--where", "x = 1")[0] == 2
-        assert "--vectors" in call("migrate", "a.safetensors", "other")[2]
     assert call(*migrate, "--activate", "nonsense")[0] == 2
 
 
@@ -358,6 +372,68 @@ def test_migrate_takes_the_column_that_is_named(store, call):
     assert [hit["id"] for hit in hits if hit["rank"] == 1] == list(range(len(x)))
     code, _, message = call("migrate", "a.safetensors", "db/t.lance", "--vectors", "two.parquet", "--column", "v")
     assert code == 2 and "--column has no effect for a LanceDB table" in message
+
+
+def test_wrong_use_of_a_qdrant_collection_is_one_sentence(store, call):
+    "Nothing is changed by it."
+    client_module = pytest.importorskip("qdrant_client")
+    q = ("--collection", "t")
+    migrate = ("migrate", "a.safetensors", "q", *q, "--vectors", "rows.parquet", "--quiet")
+    assert call(*migrate)[0] == 0
+    write_pack(made_pack(x=np.tile(np.eye(4, dtype="f4"), (15, 1))), "narrow.parquet", dtype="float32")
+    save_adapter(LinearAdapter(4), "narrow.safetensors")
+    set_weights("other.safetensors", seed=2)
+    (Path("files") / "x").mkdir(parents=True)
+    wrong = {
+        (
+            "search",
+            "a.safetensors",
+            "q",
+            "rows.parquet",
+            *q,
+        ): "`ega migrate ADAPTER FOLDER --collection NAME --activate`",
+        (
+            "search",
+            "a.safetensors",
+            "q",
+            "rows.parquet",
+        ): "this is a folder of Qdrant; name one of its collections with",
+        ("migrate", "a.safetensors", "q"): "this is a folder of Qdrant; name one of its collections with --collection",
+        ("migrate", "a.safetensors", "q", "--collection", "u"): "there is no collection 'u'; existing collections: t",
+        ("search", "a.safetensors", "q", "rows.parquet", "--collection", "u"): "existing collections: t",
+        ("migrate", "a.safetensors", "none", *q): "none: no such file; expected a LanceDB table",
+        ("migrate", "a.safetensors", "files", *q): "files: expected a folder of Qdrant, but this folder holds other",
+        ("migrate", "a.safetensors", "rows.parquet", *q): "rows.parquet: this is a file; expected a LanceDB table",
+        ("migrate", "a.safetensors", "http://localhost:6333", *q): "a server is migrated and searched in Python",
+        ("search", "a.safetensors", "http://localhost:6333", "rows.parquet", *q): "a server is migrated and searched",
+        ("migrate", "a.safetensors", "q", "--collection", "a/b", "--vectors", "rows.parquet"): "cannot have the name",
+        ("migrate", "narrow.safetensors", "q", *q): "vector '' must have 4 numbers, as the adapter expects, got 8",
+        (
+            "migrate",
+            "a.safetensors",
+            "q",
+            *q,
+            "--vectors",
+            "narrow.parquet",
+        ): "must have 4 numbers, as in the embedding",
+        ("migrate", "a.safetensors", "q", *q, "--activate", "adapted"): "has no vector 'adapted'; its vectors: ''",
+        ("migrate", "a.safetensors", "q", *q, "--index-factory", "Flat"): "no effect for a Qdrant collection",
+        ("migrate", "a.safetensors", "q", *q, "--vectors", "x.npy"): "x.npy: no such file",
+        ("migrate", "a.safetensors", "t.lance", *q): "--collection has no effect for a LanceDB table",
+    }
+    for args, words in wrong.items():
+        code, _, message = call(*args)
+        assert code == 2 and words in message and message.count("\n") == 1, (args, message)
+    assert call(*migrate, "--activate")[0] == 0
+    code, _, message = call("search", "other.safetensors", "q", "rows.parquet", *q)
+    assert code == 2 and "pass the adapter that made the vector, or migrate" in message
+    client = client_module.QdrantClient(path="q")
+    assert client.count("t").count == 60
+    assert "q is in use by another client of Qdrant; close that one first" in call(*migrate)[2]
+    client.close()
+    Path("q/meta.json").write_text("{")
+    code, _, message = call(*migrate)
+    assert code == 2 and "q: expected a folder of Qdrant, but it cannot be opened" in message
 
 
 @pytest.mark.parametrize("place", ["db/cranfield.lance", "versions"])
@@ -710,12 +786,19 @@ WRONG = {  # arguments, = for an empty one: words of the message
     "fit x.npy y.txt -o out": "got '.txt'; rename it to .csv if its first line is a header such as label, else write",
     "fit x.npy labels -o out": "labels: expected labels in .npy, .csv or .parquet, got 'no ending'",
     "evaluate a.safetensors x.npy y.json": "y.json: expected labels in .npy, .csv or .parquet, got '.json'",
+    "evaluate a.safetensors x.npy y.npy --show there": "--show has no effect without --pairs; `ega report`",
+    "report a.safetensors x.npy y.npy --split test": "--split has no effect without --pairs",
+    "report a.safetensors there --pairs --show missing": "missing: no such file; expected the folder in the layout",
     "evaluate x.npy y.npy": "or a .safetensors file, got a file of data; the adapter comes first",
     "transform a.safetensors y.csv -o z.csv": "expected a .npy or .parquet file, got '.csv'; if its columns",
     "migrate a.safetensors x.npy": "x.npy: this is a file; expected a LanceDB table, FOLDER/NAME.lance, or a folder",
     "migrate a.safetensors /dev/null --vectors x.npy": "/dev/null: this is a file; expected a LanceDB table",
     "migrate a.safetensors new.npy --vectors x.npy": "new.npy: expected the name of a folder, got that of a file",
     "migrate a.safetensors versions --activate =": "--activate is empty; expected a value",
+    "migrate a.safetensors versions --collection =": "--collection is empty; expected a value",
+    "migrate a.safetensors q --collection c --vectors x.npy": "x.npy: expected a pack (.parquet), from which rows are",
+    "migrate a.safetensors t.lance --collection c": "--collection has no effect for a LanceDB table; leave it out",
+    "search a.safetensors versions x.npy --collection c --where n=1": "--where has no effect for Qdrant; in Python",
     "info x.parquet": "x.parquet: expected a pack, but this Parquet file lacks the JSON metadata",
     "info a.safetensors": "expected the folder written by `ega fit`, got weights without the description a.json",
     "evaluate a.safetensors x.npy y.npy": "expected the folder written by `ega fit`, got weights without",
@@ -833,6 +916,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_fit(data, call, mon
         ("lancedb", "deploy", "search a.safetensors t.lance x.npy"),
         ("faiss", "cpu", "migrate a.safetensors versions"),
         ("faiss", "cpu", "search a.safetensors versions x.npy"),
+        ("qdrant_client", "qdrant", "migrate a.safetensors there --collection c"),
+        ("qdrant_client", "qdrant", "search a.safetensors there x.npy --collection c"),
         ("timm", "encoders", "embed there --encoder timm:x"),
         ("open_clip", "encoders", "embed there --encoder clip-vit-b32"),
         ("sentence_transformers", "offline", "embed there --encoder all-MiniLM-L6-v2"),
@@ -857,8 +942,8 @@ def test_a_missing_package_is_named_before_the_work(package, extra, command, dat
         ("report", ["report"]),
         ("embed", ["encoders", "offline"]),
         ("transform", ["ray"]),
-        ("migrate", ["deploy", "cpu"]),
-        ("search", ["deploy", "cpu"]),
+        ("migrate", ["deploy", "cpu", "qdrant"]),
+        ("search", ["deploy", "cpu", "qdrant"]),
         ("completion", ["completion"]),
         ("fit", []),
         ("evaluate", []),
@@ -1042,6 +1127,7 @@ def test_no_command_leaves_a_file_open(data):
     "In the development mode of Python, where a file that is not closed is a warning."
     pytest.importorskip("faiss")
     pytest.importorskip("lancedb")
+    pytest.importorskip("qdrant_client")
     code = """if True:
         import sys
         from ega.cli import main
@@ -1056,7 +1142,9 @@ def test_no_command_leaves_a_file_open(data):
         migrate f versions --vectors rows.parquet --activate --quiet
         search f versions rows.parquet -k 1
         migrate f db/t.lance --vectors rows.parquet --activate --quiet
-        search f db/t.lance rows.parquet -k 1"""
+        search f db/t.lance rows.parquet -k 1
+        migrate f q --collection t --vectors rows.parquet --activate --quiet
+        search f q rows.parquet --collection t -k 1"""
     command = [sys.executable, "-X", "dev", "-W", "ignore", "-W", "always::ResourceWarning", "-c", code]
     done = subprocess.run(command, input=commands, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -1064,31 +1152,32 @@ def test_no_command_leaves_a_file_open(data):
     assert not found, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("place", ("db/t.lance", "versions"), ids=("lancedb", "faiss"))
-def test_an_earlier_version_is_activated_without_the_vectors(place, store, call):
+@pytest.mark.parametrize("package", STORES)
+def test_an_earlier_version_is_activated_without_the_vectors(package, store, call):
     "By the earlier adapter, or by the name of its version; nothing is adapted again."
-    pytest.importorskip("lancedb" if place.endswith(".lance") else "faiss")
+    pytest.importorskip(package)
+    place = STORES[package][0].split()
     other = LinearAdapter(8)
     with torch.no_grad():
         other.weight.add_(0.2)
     save_adapter(other, "b.safetensors")
     versions = [
-        json.loads(call("migrate", a, place, "--vectors", "rows.parquet", "--activate", "--json", "--quiet")[1])[
+        json.loads(call("migrate", a, *place, "--vectors", "rows.parquet", "--activate", "--json", "--quiet")[1])[
             "active"
         ]
         for a in ("a.safetensors", "b.safetensors")
     ]
     Path("rows.parquet").unlink()
-    code, out, message = call("migrate", "a.safetensors", place, "--activate", "--json")
+    code, out, message = call("migrate", "a.safetensors", *place, "--activate", "--json")
     assert code == 0 and json.loads(out)["active"] == versions[0] and json.loads(out)["rows"] == 60, message
-    code, out, message = call("migrate", "a.safetensors", place, "--activate", versions[1], "--json")
+    code, out, message = call("migrate", "a.safetensors", *place, "--activate", versions[1], "--json")
     assert code == 0 and json.loads(out) == {
         "version": versions[1],
         "rows": 60,
         "previous": versions[0],
         "active": versions[1],
     }
-    assert call("migrate", "a.safetensors", place, "--activate", "nothing")[0] == 2
+    assert call("migrate", "a.safetensors", *place, "--activate", "nothing")[0] == 2
 
 
 def test_a_wrong_condition_is_one_sentence(store, call):
@@ -1367,9 +1456,19 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
     assert code == 0 and "new documents" in out and "fitted queries" not in out
     code, out, _ = call("info", "fitted", "--json")
     assert {"queries": 64, "documents": 32}.items() <= json.loads(out).items()
+    Path("other.csv").write_text("query,document\na,b\n")
     for args, words in (
         (("evaluate", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
-        (("report", "fitted", "set/queries.parquet"), "ega evaluate --pairs"),
+        (("report", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
+        (("evaluate", "fitted", "set", "--pairs", "--show", "none"), "none: no such file; expected the folder in the"),
+        (
+            ("evaluate", "fitted", "set", "--pairs", "--show", "other.csv"),
+            "of all queries, but 79 of 80 ids are missing",
+        ),
+        (
+            ("evaluate", "fitted", "set", "--pairs", "--show", beir, "--json"),
+            "--json has no effect with --show; `ega report --json`",
+        ),
         (("update", "fitted", "set/queries.parquet", "-o", "other"), "fit it again with all pairs"),
         (("fit", "set", "-o", "other"), "this folder holds queries, documents and pairs; add --pairs"),
         (("fit", "set", "--pairs", "--split", "dev", "-o", "other"), "theirs are: test, train"),
@@ -1381,6 +1480,34 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
         code, _, message = call(*args)
         assert code == 2 and words in message, message
     assert not Path("other").exists()
+
+
+def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_path, monkeypatch, call):
+    "Texts where --show names them, ids where it does not; the page and the command have the same sentence."
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
+    call("fit", "set", "--pairs", "--split", "train", "-o", "fitted")
+    code, plain, _ = call("evaluate", "fitted", "set", "--pairs")
+    assert code == 0 and plain.startswith("Queries for new documents gain") and "also documents that no" in plain
+    code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--show", beir)
+    assert code == 0 and out.startswith(plain) and max(map(len, out.splitlines())) <= 80
+    assert "\nWon queries for new documents\n" in out and "known documents" not in out.split("none does.")[1]
+    corpus = {line["_id"]: line["text"] for line in map(json.loads, (beir / "corpus.jsonl").read_text().splitlines())}
+    report = ("report", "fitted", "set", "--pairs", "--split", "test")
+    code, said, message = call(*report, "--show", beir, "-o", "texts.html")
+    assert code == 0 and said.endswith("texts.html\n"), message
+    example = json.loads(call(*report, "-o", "ids.md", "--json")[1])["examples"][-1]
+    assert example["outcome"] == "won" and example["document"] == f"d{int(example['query'][1:]) // 2}"
+    page, ids = Path("texts.html").read_text(), Path("ids.md").read_text()
+    assert said.split("\n")[0].split(".")[0] in " ".join(page.split())
+    for name in (example["document"], example["other"]):
+        assert f"{name}: {corpus[name]}" in page and f": id {name}\n" in ids and corpus[name] not in ids
+    assert f"rank {example['frozen_rank']} frozen, {example['adapted_rank']} adapted" in page
+    assert call(*report, "--show", beir, "-o", "texts.html")[0] == 2  # it exists
 
 
 def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_path, monkeypatch, call):
@@ -1407,8 +1534,11 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_pa
     assert code == 2 and "none.csv: no such file; expected a file of pairs" in message
 
 
-def test_from_texts_to_an_adapted_lancedb_search_in_five_commands(beir, tmp_path, monkeypatch, call):
-    pytest.importorskip("lancedb")
+@pytest.mark.parametrize(
+    "package, store", [("lancedb", "store/documents.lance"), ("qdrant_client", "store --collection documents")]
+)
+def test_from_texts_to_an_adapted_search_in_five_commands(package, store, beir, tmp_path, monkeypatch, call):
+    pytest.importorskip(package)
     monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
@@ -1416,8 +1546,8 @@ def test_from_texts_to_an_adapted_lancedb_search_in_five_commands(beir, tmp_path
         f"embed {beir} --pairs --encoder all-MiniLM-L6-v2 -o set --dtype float32 --quiet",
         "fit set --pairs --split train -o adapter",
         "evaluate adapter set --pairs",
-        "migrate adapter store/documents.lance --vectors set/documents.parquet --activate",
-        "search adapter store/documents.lance set/queries.parquet -k 1 --json",
+        f"migrate adapter {store} --vectors set/documents.parquet --activate",
+        f"search adapter {store} set/queries.parquet -k 1 --json",
     )
     for command in commands:
         code, out, message = call(*command.split())
@@ -1429,3 +1559,31 @@ def test_from_texts_to_an_adapted_lancedb_search_in_five_commands(beir, tmp_path
     assert found == dict(zip(queries.ids.tolist(), documents.ids[nearest].tolist()))
     is_right = [found[f"q{i}"] == f"d{i // 2}" for i in range(64, 80)]
     assert np.mean(is_right) > (knn(queries.x[64:], documents.x, 1).I[:, 0] == np.arange(64, 80) // 2).mean()
+
+
+def test_transform_takes_a_side_of_an_adapter_of_pairs(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapter, x = cranfield.fitted("two"), cranfield.XQ[:6]
+    adapter.save("adapter")
+    np.save("x.npy", x)
+    save_adapter(adapter.query_adapter_, "one.safetensors")
+    expected = {"query": adapter.transform_queries(x), "document": adapter.transform_documents(x)}
+    assert np.abs(expected["query"] - expected["document"]).max() > 0.01
+    for side, z in expected.items():
+        code, _, message = call("transform", "adapter", "x.npy", "--side", side, "-o", f"{side}.npy", "--quiet")
+        assert code == 0 and np.allclose(np.load(f"{side}.npy"), z, atol=1e-6), message
+    wrong = {
+        ("adapter",): "has two sides; add --side document for stored documents, --side query for queries",
+        (
+            "one.safetensors",
+            "--side",
+            "query",
+        ): "--side has no effect unless the adapter is a folder of `ega fit --pairs`",
+    }
+    queries = Path("adapter/adapter.queries.safetensors")
+    for (path, *side), words in wrong.items():
+        code, _, message = call("transform", path, "x.npy", *side, "-o", "z.npy")
+        assert code == 2 and words in message
+    save_adapter(LinearAdapter(x.shape[1]), queries)
+    code, _, message = call("transform", "adapter", "x.npy", "--side", "document", "-o", "z.npy")
+    assert code == 2 and "describes other weights than those of" in message and not Path("z.npy").exists()

@@ -1110,3 +1110,14 @@ def test_strengths_that_leave_nothing_to_compare_are_refused():
     x, y = world(0)
     with pytest.raises(InputError, match="strengths must hold a number above 0"):
         EmbeddingAdapter("lda", strengths=(0,)).fit(x, y)
+
+
+def test_an_empty_folder_keeps_its_rights_and_a_link_stays_a_link(fitted, tmp_path):
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("private", "link"):
+        assert EmbeddingAdapter.load(fitted[0].save(tmp_path / name)).fingerprint_ == fitted[0].fingerprint_
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target/adapter.json").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "private", "target"]

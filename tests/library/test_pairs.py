@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -24,6 +25,8 @@ from ega.pairs import (
     select_pair_adapter,
     whiten_pairs,
 )
+from ega.relevance import ranking_metrics
+from ega.search import knn
 
 
 def planted(n_documents=60, queries_each=2, d=16, seed=0):
@@ -379,3 +382,52 @@ def test_evaluation_of_the_other_kind_is_refused(fitted):
         evaluate_pairs(
             EmbeddingAdapter("wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1]), QUERIES, DOCUMENTS, PAIRS
         )
+
+
+def test_examples_are_the_queries_that_lose_and_gain_most():
+    "Their ranks are those of a search for all documents, and the other document changed sides with the answer."
+    wrong = np.column_stack([PAIRS[:100:2, 0], np.roll(PAIRS[:100:2, 1], 1)])  # so that some queries lose
+    adapter = EmbeddingAdapter(max_unseen_loss=None).fit_pairs(QUERIES, DOCUMENTS, wrong, side="both")
+    found = module.find_pair_examples(adapter, QUERIES, DOCUMENTS, PAIRS, n_examples=4, k=5)
+    z = adapter.transform_queries(QUERIES), adapter.transform_documents(DOCUMENTS)
+    order = [knn(zq, zd, len(DOCUMENTS)).I for zq, zd in ((normalize(QUERIES), normalize(DOCUMENTS)), z)]
+    before, after = (ranking_metrics(I, PAIRS, k=5)["ndcg@5"] for I in order)
+    sizes = found.groupby(["group", "outcome"]).size()
+    assert set(found.group) == {"known documents", "new documents"} and set(found.outcome) == {"lost", "won"}
+    change = 100 * np.delete(after - before, range(0, 100, 2))  # of queries that were not fitted on
+    assert sizes.max() <= 4
+    assert [found.change.min(), found.change.max()] == pytest.approx([change.min(), change.max()])
+    for e in found.itertuples():
+        of_answer, of_other = ([I[e.query].tolist().index(d) + 1 for I in order] for d in (e.document, e.other))
+        assert of_answer == [e.frozen_rank, e.adapted_rank] and [e.query, e.document] in PAIRS[:, :2].tolist()
+        assert e.change == pytest.approx(100 * (after - before)[e.query]) and (e.change < 0) == (e.outcome == "lost")
+        ahead, behind = (of_answer, of_other) if e.outcome == "lost" else (of_other, of_answer)
+        assert ahead[0] < behind[0] and behind[1] < ahead[1]
+
+
+def summary(*lines):
+    "What is said of groups with (name, queries, change, low, high)."
+    names = ["group", "n_queries", "change", "low", "high"]
+    return module.pairs_summary(pd.DataFrame(lines, columns=names).assign(measure="ndcg@10"))
+
+
+def test_the_summary_says_what_to_do():
+    known, new = ("known documents", 90, 13.1, 9.9, 16.8), ("new documents", 104, 1.1, -1.6, 4.2)
+    assert summary(known, new) == (
+        "Queries for known documents gain 13.1 points of nDCG@10 [+9.9, +16.8] and queries for new documents change by "
+        "+1.1 points [-1.6, +4.2]. Use it if most queries ask for known documents; those for new ones may lose up to "
+        "1.6 points by the lower end of the interval."
+    )
+    assert "It may be used: both gain." in summary(known, (*new[:3], 0.4, 2.0))
+    assert "Do not use this adapter there" in summary(known, ("new documents", 104, -3.0, -5.0, -1.0))
+    assert "Do not use this adapter there" in summary(("known documents", 90, -3.0, -5.0, -1.0))
+    assert "Nothing is shown for new documents" in summary(new)
+    assert "also documents that no training pair names gain" in summary((*new[:3], 0.4, 2.0))
+    assert "Nothing is shown for known documents" in summary((*known[:3], -0.2, 26.0), new)
+    assert "evaluate queries for such documents, too" in summary(known)
+    assert summary(known, ("new documents", 8, 1.0, 0.5, 2.0)).endswith(
+        "Few queries (8 for new documents): the interval may be too narrow."
+    )
+    assert summary(("fitted queries", 90, 13.1, 9.9, 16.8)).startswith("All these queries were fitted on")
+    with pytest.raises(InputError, match="one of evaluate_pairs with k=10"):
+        module.pairs_summary(pd.DataFrame({"a": [1]}))

@@ -4,22 +4,33 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import closing
 
 import cranfield
 import numpy as np
 import pytest
 
-from ega.arrays import InputError
+from ega.arrays import InputError, normalize
 from ega.closed_form import WCCN
 from ega.estimator import EmbeddingAdapter
 from ega.index import as_search_transforms, as_transform
+from ega.packs import EmbeddingSet
 from ega.search import knn
 from ega.testing import error_message
 
 pytest.importorskip("qdrant_client", reason="needs Qdrant: pip install 'ega[qdrant]'")
 from qdrant_client import QdrantClient, models
 
-from ega.qdrant import AdaptedCollection, activate, active_vector, migrate_collection
+from ega.qdrant import (
+    AdaptedCollection,
+    activate,
+    active_vector,
+    count_points,
+    migrate_collection,
+    open_client,
+    raw_vector,
+    write_collection,
+)
 
 D, N = 16, 120
 y = np.repeat(np.arange(10), N // 10)
@@ -266,6 +277,56 @@ def test_wrong_use_is_refused(client, call, words):
     with pytest.raises(InputError) as error:
         call(client)
     assert words in str(error.value)
+
+
+def test_a_written_collection_returns_the_ids_of_the_set_and_gets_what_it_lacks(tmp_path):
+    "Also after it was migrated."
+    es = EmbeddingSet(normalize(x), y, [f"doc {i}" for i in range(N)], classes=tuple("abcdefghij"))
+    with closing(open_client(tmp_path / "q")) as client:
+        write_collection(client, "c", es.take(np.arange(40)), batch_size=16)
+        name = migrate_collection(client, "c", WHITENING)
+        activate(client, "c", name)
+        write_collection(client, "c", es, batch_size=16)
+        assert client.count("c").count == N and raw_vector(client, "c") == ""
+        assert count_points(client, "c", name) == 40  # what was there is not written again
+        migrate_collection(client, "c", WHITENING)
+        assert count_points(client, "c", name) == count_points(client, "c", "") == N
+        client.delete_vectors("c", [name], [client.scroll("c", limit=1)[0][0].id])
+        assert count_points(client, "c", name) == N - 1
+    with closing(open_client(tmp_path / "q")) as client:
+        migrate_collection(client, "c", WHITENING)
+        write_collection(client, "c", es)
+        collection, expected = AdaptedCollection(client, "c", WHITENING), exact(WHITENING, 3)
+        assert np.array_equal(collection.search(xq, 3).I, es.ids[expected.I])
+        payload = collection.points(xq[:1], 1)[0][0].payload
+        row = expected.I[0, 0]
+        assert payload == {"id": f"doc {row}", "label": y[row], "class": "abcdefghij"[y[row]], "split": ""}
+
+
+def test_a_collection_of_others_is_not_written_to(client, tmp_path):
+    es = EmbeddingSet(normalize(x), y)
+    message = error_message(lambda: write_collection(client, "c", es))
+    assert "collection 'c' was not written by write_collection" in message and client.count("c").count == N
+    write_collection(client, "new", es.take(np.arange(3)))
+    message = error_message(lambda: write_collection(client, "new", EmbeddingSet(np.eye(3), [0, 1, 2])))
+    assert "must have 3 numbers, as in the embedding set, got 16" in message and client.count("new").count == 3
+    dense = models.DenseVectorConfig(size=D, distance=COSINE)
+    client.create_vector_name("c", "theirs", models.DenseVectorNameConfig(dense=dense))
+    assert "must have one vector beside those that ega added, got '', 'theirs'" in error_message(
+        lambda: raw_vector(client, "c")
+    )
+
+
+@pytest.mark.parametrize("file", ["meta.json", "collection/c/storage.sqlite"])
+def test_a_damaged_folder_is_one_sentence(tmp_path, file):
+    with closing(open_client(tmp_path / "q")) as client:
+        write_collection(client, "c", EmbeddingSet(np.eye(3), [0, 1, 2]))
+    whole = (tmp_path / "q" / file).read_bytes()
+    texts = (b"", b"{", b"[]", b'{"collections": {"c": 3}, "aliases": {}}', b"junk" * 300, whole[: len(whole) // 2])
+    for content in texts if file == "meta.json" else texts[-2:]:
+        (tmp_path / "q" / file).write_bytes(content)
+        with pytest.raises(InputError, match="expected a folder of Qdrant, but it cannot be opened"):
+            open_client(tmp_path / "q")
 
 
 def test_a_vector_that_ega_did_not_make_is_not_activated(client):

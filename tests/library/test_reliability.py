@@ -157,6 +157,18 @@ def saved(folder):
     return hash_arrays(EmbeddingAdapter.load(folder / "a").transform(rows(5))).encode()
 
 
+def fitted_by_command(folder):
+    "Whatever was killed, the folder holds nothing or all files."
+    if not (folder / "f").exists() or not any((folder / "f").iterdir()):
+        for name, values in (("x", rows(60)), ("y", labels(60))):
+            np.save(folder / f"{name}.npy", values)
+        data = [str(folder / name) for name in ("x.npy", "y.npy")]
+        command = ["fit", *data, "-o", str(folder / "f"), "--method", "wccn", "--max-unseen-loss", "none", "--json"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert cli.main(command) == 0
+    return hash_arrays(EmbeddingAdapter.load(folder / "f").transform(rows(5))).encode()
+
+
 def updated(folder):
     "Until the new adapter is there as a whole, the present one is there, and nothing else of its name."
 
@@ -204,6 +216,7 @@ WORK = {
     "fit": fitted,
     "grid": grid,
     "save": saved,
+    "ega fit": fitted_by_command,
     "update": updated,
     "index": indexed,
     "migrate": migrated,

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 
+import cranfield
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from ega.datasets import read_csv_source
 from ega.estimator import EmbeddingAdapter
 from ega.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
 from ega.metrics import loo_lp_at_k
+from ega.pairs import evaluate_pairs
 from ega.report import (
     EffectiveRankStats,
     _colour,
@@ -23,6 +25,7 @@ from ega.report import (
     effective_rank_stats,
     page_notes,
     write_comparison,
+    write_pair_report,
     write_report,
 )
 
@@ -351,3 +354,23 @@ def test_command_separates_training_rows_and_new_classes(tmp_path, capsys):
 )
 def test_a_change_is_coloured_unless_its_printed_interval_contains_0(text, kind):
     assert _colour("change", text) == ({"class": kind} if kind else {}) and _colour("adapted", text) == {}
+
+
+@pytest.mark.parametrize("ending", [".html", ".md"])
+def test_the_page_of_pairs_escapes_texts_and_checks_them(tmp_path, ending):
+    if ending == ".html":
+        pytest.importorskip("jinja2")
+        pytest.importorskip("matplotlib")
+    adapter, pairs, n = cranfield.fitted("query"), cranfield.SET.pairs, len(cranfield.SET.queries)
+    pairs = pairs[np.isin(pairs[:, 0], cranfield.SPLIT.test_queries)]
+    given = (adapter, cranfield.SET.queries.x, cranfield.XD, pairs)
+    names = ["<b>query</b> " + "long " * 99] * n
+    path = tmp_path / f"r{ending}"
+    comparison = write_pair_report(*given, path, query_names=names, n_examples=2)
+    page = path.read_text()
+    assert 4 <= len(comparison.examples) == page.count("…") and "row " in page
+    assert ("<b>query" not in page) == (ending == ".html")
+    pd.testing.assert_frame_equal(comparison.evaluation, evaluate_pairs(*given))
+    with pytest.raises(InputError, match=f"query_names must hold one text for each of {n} rows, got 1"):
+        write_pair_report(*given, tmp_path / f"s{ending}", query_names=["a"])
+    assert not (tmp_path / f"s{ending}").exists()

@@ -538,6 +538,16 @@ def make_store_calls(folder):
         wrong = {"client": OBJECTS, "collection": OBJECTS, "adapter": adapters, "vector": OBJECTS}
         return dict(client=client, collection="c", adapter=matrix), wrong
 
+    def points():
+        from ega.qdrant import write_collection
+
+        valid, wrong = collection()
+        valid |= {"collection": "new", "es": EmbeddingSet(x, np.zeros(len(x), int))}
+        valid.pop("adapter")
+        names = [value for value in OBJECTS if not isinstance(value, str)]
+        wrong = {"client": OBJECTS, "collection": names, "es": OBJECTS, "batch_size": NUMBERS}
+        return [(write_collection, valid, wrong)]
+
     def migration():
         from ega.qdrant import migrate_collection
 
@@ -557,7 +567,11 @@ def make_store_calls(folder):
 
     names = {"langchain.AdaptedEmbeddings": langchain, "llamaindex.AdaptedEmbedding": llamaindex}
     names |= {"chroma.AdaptedEmbeddingFunction": chroma}
-    names |= {"qdrant.migrate_collection": migration, "qdrant.AdaptedCollection": search}
+    names |= {
+        "qdrant.write_collection": points,
+        "qdrant.migrate_collection": migration,
+        "qdrant.AdaptedCollection": search,
+    }
     return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name.partition(".")[0]])}
 
 
