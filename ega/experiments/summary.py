@@ -187,7 +187,7 @@ def path_replicates(
 def add_mean_over_benchmarks(
     replicates,  # from path_replicates
 ):  # the same dictionary with more keys, whose benchmark is "mean"
-    "Add the means over benchmarks of each method and epoch that all have; the same seen classes count once."
+    "Add the means over benchmarks of each method and epoch that all have; seen classes from one set count once."
     means = {}
     for searched in dict.fromkeys(key[1:] for key in replicates):
         parts = {key[0]: values for key, values in replicates.items() if key[1:] == searched}
