@@ -107,13 +107,48 @@ def _create_collection(client, collection, dim):
 
 
 def write_collection(
-    client: Any,  # QdrantClient
-    collection: str,  # made if it does not exist
+    client: Any,
+    collection: str,
     es: EmbeddingSet,
     *,
-    batch_size: int = 512,  # points written at once
+    batch_size: int = 512,
 ) -> None:
-    "Write raw embeddings, with id, label, class and split as payload; an existing collection gets the missing ids."
+    """Write raw embeddings to a collection, with id, label, class and split as payload.
+
+    A collection that this function wrote before gets the ids that it lacks. A point has a UUID made from its id.
+
+    Parameters
+    ----------
+    client : qdrant_client.QdrantClient
+        Of a server, or of a folder in local mode.
+    collection : str
+        Name of the collection, made if it does not exist.
+    es : EmbeddingSet
+        Embeddings with their ids, such as from `ega.read_pack`.
+    batch_size : int, default=512
+        Points written at once.
+
+    Raises
+    ------
+    InputError
+        If the collection was written otherwise or its vectors have another width, or `es` is no embedding set.
+
+    See Also
+    --------
+    migrate_collection : Add adapted vectors beside the raw ones.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qdrant_client import QdrantClient
+    >>> from ega.packs import EmbeddingSet
+    >>> from ega.qdrant import write_collection
+    >>> es = EmbeddingSet(np.eye(3, dtype=np.float32), np.array([0, 0, 1]), classes=("bird", "cat"))
+    >>> client = QdrantClient(":memory:")
+    >>> write_collection(client, "pictures", es)
+    >>> client.count("pictures").count
+    3
+    """
     models = import_optional("qdrant_client.models", "qdrant")
     if not isinstance(es, EmbeddingSet):
         raise InputError(f"es must be an EmbeddingSet, got {type(es).__name__}; read one with ega.read_pack")
