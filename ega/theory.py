@@ -9,7 +9,7 @@ __all__ = ['adapter_parameters', 'jvp', 'jacobian', 'jacobian_spectral_norms', '
 
 # %% ../nbs/library/20_theory.ipynb #2e5388bd
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,8 +178,17 @@ class Trajectory(NamedTuple):
     linear: np.ndarray  # (T, n) ||J_t(x) (theta_{t+1} - theta_t)||, the linear part of the movement
     remainder: np.ndarray  # (T, n) ||R_t(x)||, the rest of the movement
     jacobian_norm: np.ndarray  # (T, n) spectral norm of J_t(x)
-    drift: np.ndarray  # (n,) ||f_T(x) - f_0(x)|| of each probe row
-    theta_distance: float  # ||theta_T - theta_0||
+    drift: np.ndarray  # (T, n) ||f_{t+1}(x) - f_0(x)|| of each probe row
+    theta_distance: np.ndarray  # (T,) ||theta_{t+1} - theta_0||
+
+    def first(
+        self,
+        steps: int,  # 1 <= steps <= T
+    ) -> "Trajectory":
+        "The record of the first steps."
+        if not 1 <= steps <= len(self.rho):
+            raise InputError(f"expected a number of steps from 1 to {len(self.rho)}, got {steps}; record more steps")
+        return Trajectory(*(values[:steps] for values in self))
 
 # %% ../nbs/library/20_theory.ipynb #recorder
 class TrajectoryRecorder(Objective):
@@ -193,7 +202,7 @@ class TrajectoryRecorder(Objective):
         gen: torch.Generator,  # of the power iterations: each starts near the vectors of the one before
         sample_triplets: Callable | None = None,  # (y, rows, u) -> row numbers (a, p, n), valid mask; None: dense loss
         margin: float | None = None,  # of the triplets
-        every: int = 1,  # steps between measurements of the Jacobian and triplet norms; in between the last one is kept
+        every: int | Collection[int] = 1,  # steps between two measurements of the norms, or step 0 and these steps
         tol: float = 1e-3,  # of the power iterations
     ):
         super().__init__(self._record_loss, objective.draw, objective.parameters)
@@ -227,12 +236,9 @@ class TrajectoryRecorder(Objective):
             raise InputError("nothing was recorded; pass the recorder as the objective of train or sgd first")
         _advance(self, adapter)
         del self.steps[-1]  # begun by the line above, but never taken
-        columns = {name: np.array([s[name] for s in self.steps]) for name in Trajectory._fields[:-2]}
-        first, f_first = self.start
-        last, f_last = self.current
+        columns = {name: np.array([s[name] for s in self.steps]) for name in Trajectory._fields}
         self.current = None
-        drift = (f_last - f_first).norm(dim=1).numpy()
-        return Trajectory(**columns, drift=drift, theta_distance=_parameter_distance(last, first))
+        return Trajectory(**columns)
 
 # %% ../nbs/library/20_theory.ipynb #distance
 def _parameter_distance(one, other):
@@ -251,10 +257,16 @@ def _advance(recorder, adapter):
     else:
         recorder.start = now, outputs
     last = recorder.steps[-1] if recorder.steps else {}
-    step = {"is_measured": len(recorder.steps) % recorder.every == 0, "largest_gradient": last.get("largest_gradient")}
+    step = {"is_measured": _is_measured(recorder), "largest_gradient": last.get("largest_gradient")}
     step["jacobian_norm"] = _measure_norms(recorder, now) if step["is_measured"] else last["jacobian_norm"]
     recorder.steps.append(step)
     recorder.current = now, outputs
+
+
+def _is_measured(recorder):
+    "Whether the Jacobian and the triplets are measured at the step that begins."
+    number, every = len(recorder.steps), recorder.every
+    return number % every == 0 if isinstance(every, int) else number == 0 or number in every
 
 
 def _measure_step(recorder, adapter, now, outputs):
@@ -271,6 +283,8 @@ def _measure_step(recorder, adapter, now, outputs):
         "linear": linear.norm(dim=1).numpy(),
         "remainder": (movement - linear).norm(dim=1).numpy(),
         "gradient": float(squares.sqrt()),
+        "drift": (outputs - recorder.start[1]).norm(dim=1).numpy(),
+        "theta_distance": _parameter_distance(now, recorder.start[0]),
     }
     if not recorder.sample_triplets:  # a dense loss is one term
         step["largest_gradient"] = step["gradient"]
@@ -326,12 +340,12 @@ class DriftBounds(NamedTuple):
     steps: np.ndarray  # sum of ||J_t|| ||dtheta_t||, plus R; the last bound that holds for every optimiser
     gradient: np.ndarray  # eta times the sum of ||J_t|| ||grad L_t||, plus R; equal to `steps` for plain SGD
     local: np.ndarray  # eta times the sum of ||J_t|| rho_t G_t, plus R
-    sparse: np.ndarray  # eta L G times the sum of rho_t, plus R: the paper's bound
+    sparse: np.ndarray  # L G times the sum of eta rho_t, plus R: the paper's bound
 
 
 def drift_bounds(
     trajectory: Trajectory,
-    lr: float,  # eta of plain gradient descent
+    lr: float | np.ndarray,  # eta of plain gradient descent: constant, or (T,) of each step
 ) -> DriftBounds:
     "The bounds of the paper's stability argument for each probe row."
     t = trajectory
@@ -339,9 +353,9 @@ def drift_bounds(
     steps = t.jacobian_norm * t.step_length[:, None]
     gradient = t.jacobian_norm * (lr * t.gradient)[:, None]
     local = t.jacobian_norm * (lr * t.rho * t.largest_gradient)[:, None]
-    sparse = lr * t.jacobian_norm.max() * t.largest_gradient.max() * t.rho.sum()
+    sparse = t.jacobian_norm.max() * t.largest_gradient.max() * (lr * t.rho).sum()
     return DriftBounds(
-        drift=t.drift,
+        drift=t.drift[-1],
         path=t.movement.sum(0),
         linear=t.linear.sum(0) + R,
         steps=steps.sum(0) + R,
