@@ -29,7 +29,7 @@ _STORE_KINDS = {"LanceDB": "a LanceDB table", "Qdrant": "a Qdrant collection", "
 
 
 def _store_kind(args):
-    "The key of `_STORE_KINDS` that the arguments name."
+    "The kind of store that the arguments name: LanceDB, Qdrant or FAISS."
     if args.collection is not None:
         return "Qdrant"
     return "LanceDB" if Path(args.store).suffix == ".lance" else "FAISS"
@@ -61,14 +61,14 @@ def _check_folder_name(path):
         raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
 
 
-def _is_of_pairs(folder):
-    "Whether a folder holds the weights of queries and documents."
+def _was_fitted_on_pairs(folder):
+    "Whether a folder was written by `ega fit --pairs`: it has weights for queries and for documents."
     return (Path(folder) / "adapter.queries.safetensors").is_file()
 
 
 def _holds_adapter(folder):
     "Whether a folder holds the weights of an adapter, or those of queries and documents."
-    return _is_of_pairs(folder) or (Path(folder) / "adapter.safetensors").is_file()
+    return _was_fitted_on_pairs(folder) or (Path(folder) / "adapter.safetensors").is_file()
 
 
 def _check_store_path(args):
@@ -300,12 +300,12 @@ def _check_transform(args):
     from ega.vectors import check_not_adapted, open_vectors
 
     _check_adapter(args.adapter)
-    if _is_of_pairs(args.adapter) and args.side is None:
+    if _was_fitted_on_pairs(args.adapter) and args.side is None:
         raise InputError(
             f"{args.adapter}: this adapter was fitted on pairs and has two sides; add --side document for stored "
             "documents, --side query for queries"
         )
-    if not _is_of_pairs(args.adapter):
+    if not _was_fitted_on_pairs(args.adapter):
         _refuse({"--side": args.side}, "unless the adapter is a folder of `ega fit --pairs`")
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)
@@ -579,7 +579,7 @@ def _read_named(path, column):
 
 
 class _PairInputs(NamedTuple):
-    "What the commands for pairs read."
+    "Embeddings, pairs and ids, as the commands read them with --pairs."
 
     queries: Any  # (nq, d)
     documents: Any  # (nd, d)
@@ -612,8 +612,8 @@ def _read_pair_inputs(args):
     return _PairInputs(queries, documents, pairs, query_ids, document_ids)
 
 
-def _name_rows(args, given):
-    "For each query and for each document of `_PairInputs` its id and, if --show names the texts, its text."
+def _shown_texts(args, given):
+    "What to show of each query and of each document: the id and, with --show, the text behind it."
     from ega.arrays import InputError
     from ega.relevance import read_beir, read_text_pairs
 
@@ -867,7 +867,7 @@ def _format_pairs(table):
 
 
 def _format_examples(sections):
-    "The examples of `describe_pair_examples` for a terminal."
+    "Format the examples of `describe_pair_examples` for a terminal."
     lines = []
     for heading, examples in sections:
         lines.append(f"\n{heading}" if examples else f"\n{heading}: none")
@@ -887,7 +887,7 @@ def _evaluate_pairs(args, adapter):
 
     given = _read_pair_inputs(args)
     _check_width(args.source, given.queries, adapter)
-    names = [] if args.show is None else _name_rows(args, given)
+    names = [] if args.show is None else _shown_texts(args, given)
     table = evaluate_pairs(adapter, *given[:3], random_state=args.seed)
     text = (
         "all: queries that were not fitted on. known documents: a pair that was fitted on names a relevant document. "
@@ -913,8 +913,8 @@ def _evaluate_labels(args, adapter):
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}"
 
 
-def _load_evaluated(args):
-    "The adapter of `ega evaluate` and `ega report`, which must have been fitted on labels or on pairs as they are."
+def _load_adapter(args):
+    "Load the adapter; refuse one that was fitted on labels where --pairs is given, and one fitted on pairs elsewhere."
     from ega.arrays import InputError
     from ega.estimator import EmbeddingAdapter
 
@@ -926,8 +926,8 @@ def _load_evaluated(args):
 
 
 def _evaluate(args):
-    "Print label precision, or with pairs the ranking measures, of the frozen and the adapted embeddings."
-    adapter = _load_evaluated(args)
+    "Print label precision, or with --pairs ranking measures, of the frozen and the adapted embeddings."
+    adapter = _load_adapter(args)
     table, text = _evaluate_labels(args, adapter) if args.pairs is None else _evaluate_pairs(args, adapter)
     print(json.dumps(_records(table)) if args.json else text)
 
@@ -939,7 +939,7 @@ def _report_pairs(args, adapter):
 
     given = _read_pair_inputs(args)
     _check_width(args.source, given.queries, adapter)
-    query_names, document_names = _name_rows(args, given)
+    query_names, document_names = _shown_texts(args, given)
     comparison = write_pair_report(
         adapter,
         *given[:3],
@@ -963,7 +963,7 @@ def _report(args):
     from ega.datasets import open_input_source
     from ega.report import write_report
 
-    adapter = _load_evaluated(args)
+    adapter = _load_adapter(args)
     if args.pairs is not None:
         _report_pairs(args, adapter)
         return
@@ -1003,7 +1003,7 @@ def _check_description(path):
 
 
 def _side_file(folder, side):
-    "The weights of one side of an adapter of pairs, after comparing both sides with the description beside them."
+    "Check both sides of an adapter of pairs against their description, and return the weights file of one."
     from ega.index import as_search_transforms
 
     as_search_transforms(folder)
@@ -1063,7 +1063,7 @@ def _migrate_table(args, store):
 
 
 def _migrate_collection(args, store):
-    "Migrate a Qdrant collection, or activate a vector of it; its raw vector, often without a name, is called `vector`."
+    "Migrate a Qdrant collection, or activate one of its vectors; the raw one, which may have no name, is `vector`."
     from contextlib import closing
 
     from ega import qdrant
@@ -1159,7 +1159,7 @@ def _list_hits(names, found):
 
 # %% ../nbs/library/30_cli.ipynb #search
 def _search_table(args, store, x):
-    "The nearest rows of a LanceDB table."
+    "Search a LanceDB table."
     from ega.lance import AdaptedTable, open_table
 
     table = AdaptedTable(open_table(store), args.adapter)
@@ -1167,7 +1167,7 @@ def _search_table(args, store, x):
 
 
 def _search_collection(args, store, x):
-    "The nearest points of a Qdrant collection."
+    "Search a Qdrant collection."
     from contextlib import closing
 
     from ega.qdrant import AdaptedCollection, open_client, raw_vector
@@ -1178,7 +1178,7 @@ def _search_collection(args, store, x):
 
 
 def _search_index(args, store, x):
-    "The nearest rows of a folder of FAISS indexes."
+    "Search the active one of a folder of FAISS indexes."
     from ega.index import IndexStore
 
     index = IndexStore(store).open(adapter=args.adapter)
@@ -1535,7 +1535,7 @@ def _report_arguments(command):
 
 # %% ../nbs/library/30_cli.ipynb #store-arguments
 def _store_arguments(add):
-    "Arguments that name a vector store and its adapter."
+    "Add the arguments that name an adapter and a vector store."
     add("adapter", help=ADAPTER_HELP)
     add("store", help=_STORE)
     add("--collection", metavar="NAME", help="a collection of Qdrant; store is the folder of Qdrant inside a process")

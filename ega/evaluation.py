@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
            'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
-           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'check_groups', 'summary_sentence', 'caveats',
-           'format_evaluation', 'check_fitted', 'evaluate', 'LabelsAndGroups', 'labels_and_groups']
+           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'check_groups', 'change_in_words',
+           'summary_sentence', 'caveats', 'format_evaluation', 'check_fitted', 'evaluate', 'LabelsAndGroups',
+           'labels_and_groups']
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -264,8 +265,20 @@ def check_groups(
     return y, seen, trained_on
 
 # %% ../nbs/library/22_evaluation.ipynb #eval-sentences-code
+def change_in_words(
+    line: Any,  # with change, low and high: a change in points and its interval
+    unit: str = "points",
+) -> str:
+    "Say gain, lose or, where the interval holds 0, change by, with the number and the interval."
+    if line.low > 0 or line.high < 0:
+        change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
+    else:
+        change = f"change by {line.change:+.1f}"
+    return f"{change} {unit} [{line.low:+.1f}, {line.high:+.1f}]"
+
+
 def _advice(lines):
-    "Whether to use the adapted embeddings; nothing without queries of unseen classes."
+    "Say whether to use the adapted embeddings; an empty text without queries of unseen classes."
     if "unseen" not in set(lines.group):
         return ""
     lost, gained = lines[lines.high < 0], lines[lines.low > 0]
@@ -275,11 +288,10 @@ def _advice(lines):
         return " Keep the frozen embeddings where most queries are of seen classes."
     if not len(gained):
         return " No gain is certain: keep the frozen embeddings, or evaluate more rows."
-    if len(gained) == len(lines):
+    undecided = lines[lines.low <= -0.05]  # a smaller loss is printed as 0.0
+    if not len(undecided):
         return " The adapted embeddings can replace the frozen ones."
-    ((group, low),) = lines.loc[lines.low <= 0, ["group", "low"]].to_numpy()
-    if low > -0.05:
-        return " The adapted embeddings can replace the frozen ones."
+    ((group, low),) = undecided[["group", "low"]].to_numpy()
     return f" Use the adapted embeddings if {group} classes may lose {-low:.1f} points; more rows narrow the interval."
 
 
@@ -295,12 +307,7 @@ def summary_sentence(
     parts: list[str] = []
     for line in lines.itertuples():
         rows = "rows the adapter was trained on" if line.group == "trained on" else f"{line.group} classes"
-        if line.low > 0 or line.high < 0:
-            change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
-        else:
-            change = f"change by {line.change:+.1f}"
-        points = "points" if parts else "points of LP@1"
-        parts.append(f"{rows} {change} {points} [{line.low:+.1f}, {line.high:+.1f}]")
+        parts.append(f"{rows} {change_in_words(line, 'points' if parts else 'points of LP@1')}")
     sentence = f"In the {table.gallery[0]} gallery, {' and '.join(parts)}."
     for line in lines[lines.capture_rate_frozen.notna()].itertuples():
         before, after = f"{line.capture_rate_frozen:.1f} %", f"{line.capture_rate_adapted:.1f} %"

@@ -38,7 +38,7 @@ from ega.arrays import (
 )
 from .closed_form import shrunk_inverse_power
 from .config import TrainConfig
-from .evaluation import hash_rows
+from .evaluation import change_in_words, hash_rows
 from .methods import AdapterPath
 from .relevance import check_pairs, queries_with_relevant, ranking_metrics
 from .search import knn
@@ -269,7 +269,7 @@ _NO_DOCUMENT = -1e9  # log of no probability; -inf would make the gradient nan w
 
 
 def _relevant_places(batch, block):
-    "Places of the relevant documents in the scores (B, size of the block) of a batch with a block of documents."
+    "Row and column of each relevant document in the scores of a batch of queries (rows) and a block of documents."
     inside = (batch.document >= block.start) & (batch.document < block.stop)
     return batch.row[inside], batch.document[inside] - block.start
 
@@ -470,7 +470,7 @@ def fit_pair_path(
 
 # %% ../nbs/library/32_pairs.ipynb #47462d7b
 class PairFold(NamedTuple):
-    "What is fitted on and which held-out queries are searched with."
+    "One fold: the pairs to fit on, and the held-out queries, for known and for new documents apart."
 
     train_pairs: np.ndarray  # (m, 3)
     known: np.ndarray  # query rows with a relevant document in a training pair
@@ -900,10 +900,8 @@ def find_pair_examples(
     *,
     n_examples: int = 10,  # lost and won queries of each group, of each at most
     k: int = 10,  # documents that count
-) -> (
-    pd.DataFrame
-):  # group, outcome, query, change (points), document, frozen_rank, adapted_rank, other (document or -1)
-    "The queries whose nDCG@k falls most (lost) and rises most (won), for known and for new documents apart."
+) -> pd.DataFrame:  # group, outcome, query, change, document, frozen_rank, adapted_rank, other (-1: none)
+    "Find the queries whose nDCG@k falls most (lost) and rises most (won), in points, for known and new documents."
     check_positive_int(n_examples, "n_examples")
     xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))
@@ -924,17 +922,8 @@ def find_pair_examples(
     return pd.DataFrame(lines, columns=names)
 
 # %% ../nbs/library/32_pairs.ipynb #f7ffd1ab
-def _change_text(line, points="points"):
-    "A change with its interval, as a clause."
-    if line.low > 0 or line.high < 0:
-        change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
-    else:
-        change = f"change by {line.change:+.1f}"
-    return f"queries for {line.group} {change} {points} [{line.low:+.1f}, {line.high:+.1f}]"
-
-
-def _advise(known, new):
-    "What to do, from the lines of queries for known and for new documents; either may be None."
+def _advice(known, new):
+    "Say what to do, from the lines of queries for known and for new documents; either may be None."
     if known is not None and known.high < 0 or new is not None and new.high < 0:
         return "Do not use this adapter there: keep the frozen embeddings, or fit again with a lower max_unseen_loss."
     if known is None:
@@ -967,8 +956,8 @@ def pairs_summary(
             "All these queries were fitted on, so the table says how well the adapter fits and not what it gains; "
             "evaluate other queries."
         )
-    first, *others = measured
-    text = " and ".join([_change_text(first, "points of nDCG@10"), *map(_change_text, others)])
+    units = ["points of nDCG@10", "points"]
+    text = " and ".join(f"queries for {r.group} {change_in_words(r, unit)}" for r, unit in zip(measured, units))
     few = [f"{line.n_queries} for {line.group}" for line in measured if line.n_queries < 30]
     note = f" Few queries ({', '.join(few)}): the interval may be too narrow." if few else ""
-    return f"{text[0].upper()}{text[1:]}. {_advise(known, new)}{note}"
+    return f"{text[0].upper()}{text[1:]}. {_advice(known, new)}{note}"

@@ -485,6 +485,15 @@ th:first-child, td:first-child { text-align: left; padding-left: 0 }
 """
 
 # %% ../nbs/library/29_report.ipynb #html
+_TOP = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light">
+<title>{{ title }}</title><style>{{ style | safe }}</style>
+<main>
+<h1>{{ title }}</h1>
+<p class="lead">{{ unbroken(summary) }}</p>
+"""
 _MACROS = """
 {% macro table(content, cards=True) %}
 {% set title, header, lines = content %}
@@ -523,15 +532,7 @@ _MACROS = """
 """
 
 # %% ../nbs/library/29_report.ipynb #html-body
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light">
-<title>{{ title }}</title><style>{{ style | safe }}</style>
-<main>
-<h1>{{ title }}</h1>
-<p class="lead">{{ unbroken(summary) }}</p>
-<p class="note">{{ unbroken(definitions) }}</p>
+_PAGE = """<p class="note">{{ unbroken(definitions) }}</p>
 {% if decision %}<p class="note">{{ decision }}</p>{% endif %}
 {% if warning %}<p class="warning">{{ warning }}</p>{% endif %}
 {{ table(headline) }}{{ table(own) }}
@@ -571,6 +572,11 @@ is measured on at most 20,000 rows. Mean cosine of two rows: {{ "%.2f" | format(
 _MAX_TEXT = 200  # characters shown of a text
 
 
+def _cut(text):
+    "A text, or its beginning and an ellipsis where it is too long."
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+
+
 def _thumbnail(raw, side=120):
     "A picture, as bytes of a file or an array, as a data URI of a small JPEG."
     from PIL import Image
@@ -591,8 +597,7 @@ def _shown_row(c, row, class_name, ids, source):
     raw = source.read(int(row))
     if source.modality != "text":
         return content | {"image": _thumbnail(raw)}
-    text = str(raw)
-    return content | {"text": text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"}
+    return content | {"text": _cut(str(raw))}
 
 
 def _example_content(c, outcome, class_name, ids, source):
@@ -687,7 +692,7 @@ def _html_page(c, content, class_name, ids, source):
         examples["captured"] = None
     if c.queries.displacement.notna().all():
         plots.insert(0, _plot_displacement)
-    return environment.from_string(_MACROS + _PAGE).render(
+    return environment.from_string(_MACROS + _TOP + _PAGE).render(
         **content,
         style=_STYLE,
         colour=_colour,
@@ -742,6 +747,12 @@ def write_comparison(
     return path
 
 # %% ../nbs/library/29_report.ipynb #estimator-report
+def _describe_selection(s):
+    "The sentence of a page on what `fit` selected."
+    strength = "" if s.frozen else f" at strength {s.strength:g}"
+    return f"Selected in fit: {s.method}{strength}. Reason: {s.reason}."
+
+
 def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random_state):
     "Do the work of `write_report`."
     check_fitted(estimator)
@@ -756,9 +767,7 @@ def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random
     z = transform(estimator.adapter_, x, device=estimator.device)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
     c = compare_spaces(x, z, labels, seen, trained_on, **options)
-    s = estimator.selection_
-    strength = "" if s.frozen else f" at strength {s.strength:g}"
-    decision = f"Selected in fit: {s.method}{strength}. Reason: {s.reason}."
+    decision = _describe_selection(estimator.selection_)
     ids = None if source is None else source.ids
     write_comparison(c, path, class_names=classes, ids=ids, source=source, decision=decision)
     return c
@@ -841,15 +850,7 @@ _PAIR_NOTE = (
     "documents: a pair that was fitted on names a relevant document. New documents: none does. Fitted queries are no "
     "evidence of a gain; all are the others."
 )
-_PAIR_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light">
-<title>{{ title }}</title><style>{{ style | safe }}</style>
-<main>
-<h1>{{ title }}</h1>
-<p class="lead">{{ unbroken(summary) }}</p>
-<p class="note">{{ decision }}</p>
+_PAIR_PAGE = """<p class="note">{{ decision }}</p>
 {{ table(headline) }}
 <p class="note">{{ note }}</p>
 {% for heading, examples in sections %}
@@ -878,8 +879,7 @@ def shorten_text(
     text: Any,  # converted to a text
 ) -> str:  # at most 200 characters
     "Shorten a text that is shown as an example."
-    text = " ".join(str(text).split())
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+    return _cut(" ".join(str(text).split()))
 
 
 def describe_pair_examples(
@@ -952,12 +952,10 @@ def write_pair_report(
         if len(given) != len(x):
             raise InputError(f"{name} must hold one text for each of {len(x)} rows, got {len(given)}")
     sections = describe_pair_examples(examples, *names)
-    s = estimator.selection_
-    strength = "" if s.frozen else f" at strength {s.strength:g}"
     content = {
         "title": "Adapter report: queries and documents",
         "summary": pairs_summary(table),
-        "decision": f"Selected in fit: {s.method}{strength}. Reason: {s.reason}.",
+        "decision": _describe_selection(estimator.selection_),
         "headline": (
             f"Each query is searched among all {len(documents):,} documents",
             _PAIR_HEADER,
@@ -970,7 +968,7 @@ def write_pair_report(
     else:
         jinja2 = import_optional("jinja2", "report")
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        template, texts = environment.from_string(_MACROS + _PAIR_PAGE), dict(style=_STYLE, sections=sections)
+        template, texts = environment.from_string(_MACROS + _TOP + _PAIR_PAGE), dict(style=_STYLE, sections=sections)
         page = template.render(**content, **texts, colour=_colour, unbroken=_unbroken)
     with atomic_write(path) as temporary:
         temporary.write_bytes(page.encode())

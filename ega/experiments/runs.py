@@ -382,7 +382,7 @@ def _snapshot_folder(checkpoint):
 
 
 def _adapted_at_epochs(config, data, rows, epochs, checkpoint, device):
-    "Train once; for the start and each of the epochs yield its number, active ratio and loss, and all rows adapted."
+    "Train once; at the start and after each of the epochs yield its record (epoch, loss ...) and all rows, adapted."
     fit = data.split.fit
     with _snapshot_folder(checkpoint) as folder:
 

@@ -798,7 +798,7 @@ def test_stacked_columns_mix_similarities():
 def test_choose_settings_takes_the_best_on_held_out_classes():
     def row(method, strength, seen, unseen, protocol="held_out"):
         return [
-            dict(benchmark="cub100", split_seed=42, method=method, strength=strength)
+            dict(benchmark="cub100", split_seed=42, method=method, epoch=5, strength=strength)
             | dict(query_set=q, lp_at_1=v, protocol=protocol)
             for q, v in (("seen", seen), ("unseen", unseen))
         ]
@@ -812,11 +812,11 @@ def test_choose_settings_takes_the_best_on_held_out_classes():
     )
     chosen = choose_settings(pd.DataFrame(rows), unseen_share=1)
     assert chosen[["method", "strength"]].values.tolist() == [
-        ["wccn shrinkage=0.3", 1.0],
-        ["supcon tau=0.05", 0.5],
+        ["wccn shrinkage=0.3 epoch=5 strength=1", 1.0],
+        ["supcon tau=0.05 epoch=5 strength=0.5", 0.5],
     ] and np.allclose(chosen.unseen, [20, 80])
     by_both = choose_settings(pd.DataFrame(rows), unseen_share=0.5)  # 0.9 and 0.7 against 0.7 and 0.8
-    assert by_both[["method", "strength"]].values.tolist()[1] == ["supcon tau=0.1", 1.0]
+    assert by_both[["method", "strength"]].values.tolist()[1] == ["supcon tau=0.1 epoch=5 strength=1", 1.0]
     with pytest.raises(InputError, match="under the protocol held_out, got strict"):
         choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")), unseen_share=1)
 
