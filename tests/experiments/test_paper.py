@@ -392,7 +392,8 @@ def test_numbers_of_a_chapter_need_its_results(tmp_path):
     "A chapter whose results are the committed ones gives its numbers; one with other results is left out."
     results, committed = tmp_path / "r", ROOT / "data/results/subspace.csv"
     results.mkdir()
-    shutil.copy(committed, results)
+    for file in (committed, committed.with_name("subspace_path.csv")):
+        shutil.copy(file, results)
     with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
         paper.run_notebook(PAGES / "05_numbers.ipynb")
     numbers = json.loads((tmp_path / "tables/chapters.json").read_text())
