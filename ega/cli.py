@@ -549,14 +549,14 @@ def _read_inputs(args, fitted_classes=()):
     return x, y
 
 
-def _check_width(path, x, adapter):
+def _check_width(path, width, expected):
     "Raise `InputError` if the embeddings of a file have other columns than those that an adapter was fitted on."
     from ega.arrays import InputError
 
-    if x.shape[1] != adapter.n_features_in_:
+    if width != expected:
         raise InputError(
-            f"{path}: expected {adapter.n_features_in_} columns, as the adapter has, got {x.shape[1]}; use embeddings "
-            "from the same encoder"
+            f"{path}: expected {expected} columns, as the adapter has, got {width}; "
+            "use embeddings from the same encoder"
         )
 
 
@@ -800,7 +800,7 @@ def _update(args):
     if not hasattr(adapter, "classes_"):
         raise InputError(f"{args.adapter}: this adapter was fitted on pairs; fit it again with all pairs")
     x, y = _read_inputs(args, adapter.classes_)
-    _check_width(args.source, x, adapter)
+    _check_width(args.source, x.shape[1], adapter.n_features_in_)
     present, estimate = copy.copy(adapter), None
     if args.forget:
         adapter.forget(x, y, unlabelled=args.unlabelled)
@@ -886,7 +886,7 @@ def _evaluate_pairs(args, adapter):
     from ega.pairs import evaluate_pairs, find_pair_examples, pairs_summary
 
     given = _read_pair_inputs(args)
-    _check_width(args.source, given.queries, adapter)
+    _check_width(args.source, given.queries.shape[1], adapter.n_features_in_)
     names = [] if args.show is None else _shown_texts(args, given)
     table = evaluate_pairs(adapter, *given[:3], random_state=args.seed)
     text = (
@@ -907,7 +907,7 @@ def _evaluate_labels(args, adapter):
     from ega.evaluation import evaluate, format_evaluation
 
     x, y = _read_inputs(args, adapter.classes_)
-    _check_width(args.source, x, adapter)
+    _check_width(args.source, x.shape[1], adapter.n_features_in_)
     table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     classes = _describe_classes(y, args.unlabelled, adapter.classes_)
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{_sentences(table, classes)}"
@@ -938,7 +938,7 @@ def _report_pairs(args, adapter):
     from ega.report import write_pair_report
 
     given = _read_pair_inputs(args)
-    _check_width(args.source, given.queries, adapter)
+    _check_width(args.source, given.queries.shape[1], adapter.n_features_in_)
     query_names, document_names = _shown_texts(args, given)
     comparison = write_pair_report(
         adapter,
@@ -968,7 +968,7 @@ def _report(args):
         _report_pairs(args, adapter)
         return
     x, y = _read_inputs(args, adapter.classes_)
-    _check_width(args.source, x, adapter)
+    _check_width(args.source, x.shape[1], adapter.n_features_in_)
     comparison = write_report(
         adapter,
         x,
@@ -1048,14 +1048,27 @@ def _migrate(args):
     print(text)
 
 
+def _read_new_rows(args):
+    "The embedding set of --vectors, of the width that the adapter expects."
+    from ega.index import as_search_transforms
+    from ega.packs import read_pack
+
+    es = read_pack(args.vectors)
+    _check_width(args.vectors, es.dim, as_search_transforms(args.adapter).documents.input_dim)
+    return es
+
+
 def _migrate_table(args, store):
     "Migrate a LanceDB table, or activate a column of it."
     from ega.lance import activate, active_column, migrate_table, open_table, write_table
-    from ega.packs import read_pack
 
-    table = write_table(store, read_pack(args.vectors)) if args.vectors else open_table(store)
+    progress = _show_progress(args)
+    table = write_table(store, _read_new_rows(args), progress=progress) if args.vectors else open_table(store)
     previous = active_column(table)
-    version = args.activate if isinstance(args.activate, str) else migrate_table(table, args.adapter)
+    if isinstance(args.activate, str):
+        version = args.activate
+    else:
+        version = migrate_table(table, args.adapter, progress=progress)
     if args.activate:
         activate(table, version)
     rows = table.count_rows(f"{version} IS NOT NULL")
@@ -1067,11 +1080,11 @@ def _migrate_collection(args, store):
     from contextlib import closing
 
     from ega import qdrant
-    from ega.packs import read_pack
 
+    progress = _show_progress(args)
     with closing(qdrant.open_client(store)) as client:
         if args.vectors:
-            qdrant.write_collection(client, args.collection, read_pack(args.vectors))
+            qdrant.write_collection(client, args.collection, _read_new_rows(args), progress=progress)
         raw = qdrant.raw_vector(client, args.collection)
 
         def active():
@@ -1081,7 +1094,7 @@ def _migrate_collection(args, store):
         if isinstance(args.activate, str):
             version = raw if args.activate == "vector" else args.activate
         else:
-            version = qdrant.migrate_collection(client, args.collection, args.adapter, vector=raw)
+            version = qdrant.migrate_collection(client, args.collection, args.adapter, vector=raw, progress=progress)
         if args.activate:
             qdrant.activate(client, args.collection, version, vector=raw)
         rows = qdrant.count_points(client, args.collection, version)

@@ -17,6 +17,7 @@ from .files import check_path, short_error
 from .index import as_search_transforms
 from .packs import EmbeddingSet
 from .search import Neighbours
+from .transform import progress_bar
 
 if TYPE_CHECKING:
     import pyarrow
@@ -53,6 +54,7 @@ def write_table(
     es: EmbeddingSet,
     *,
     batch_size: int = 8192,  # rows written at once
+    progress: bool = False,  # show a bar
 ) -> Any:  # LanceDB table with id, label, class, split, vector
     "Write raw embeddings to a LanceDB table; an existing table gets the rows whose ids it does not have."
     import pyarrow as pa
@@ -69,14 +71,16 @@ def write_table(
         existing = table.search().select(["id"]).to_arrow()["id"].to_pylist()
         new = np.flatnonzero(~np.isin(es.ids, existing))
     class_names = np.array([*es.classes, ""], dtype=object)  # the last one for label -1
-    for i in range(0, len(new), batch_size):
-        part = es.take(new[i : i + batch_size])
-        columns = {"id": part.ids.tolist(), "label": part.y, "class": class_names[part.y].tolist()}
-        rows = pa.table(columns | {"split": part.split.tolist(), "vector": _vector_column(part.x)})
-        if table is None:
-            table = import_optional("lancedb", "deploy").connect(str(path.parent)).create_table(path.stem, rows)
-        else:
-            table.add(rows)
+    with progress_bar(len(new), progress, "write") as advance:
+        for i in range(0, len(new), batch_size):
+            part = es.take(new[i : i + batch_size])
+            columns = {"id": part.ids.tolist(), "label": part.y, "class": class_names[part.y].tolist()}
+            rows = pa.table(columns | {"split": part.split.tolist(), "vector": _vector_column(part.x)})
+            if table is None:
+                table = import_optional("lancedb", "deploy").connect(str(path.parent)).create_table(path.stem, rows)
+            else:
+                table.add(rows)
+            advance(len(part))
     return table
 
 
@@ -247,6 +251,7 @@ def migrate_table(
     vector_column: str = "vector",  # raw vectors
     batch_size: int = 2048,  # rows in a transaction
     max_rows: int | None = None,  # adapted in this call; None: all that are missing
+    progress: bool = False,  # show a bar
 ) -> str:  # name of the adapted column; the raw column where the adapter changes no document
     """Write adapted vectors into a second column; the same call resumes after a kill.
 
@@ -270,16 +275,19 @@ def migrate_table(
         _add_adapted_column(table, column, m, id_column, vector_column, batch_size)
     elif _column_metadata(table, column).get("ega_version") == str(table.version):  # unchanged since its migration
         return column
-    while remaining > 0:
-        query = table.search().where(f"{column} IS NULL AND {vector_column} IS NOT NULL")
-        rows = query.select([id_column, vector_column]).limit(int(min(batch_size, remaining))).to_arrow()
-        if not len(rows):
-            if not is_new:
-                _rewrite_changed(table, column, m, id_column, vector_column, batch_size)
-            _update_metadata(table, column, ega_version=str(table.version + 1))  # the version that this call makes
-            break
-        _write_adapted(table, column, m, rows, id_column, vector_column)
-        remaining -= len(rows)
+    missing = f"{column} IS NULL AND {vector_column} IS NOT NULL"
+    with progress_bar(min(table.count_rows(missing), remaining), progress, "adapt") as advance:
+        while remaining > 0:
+            query = table.search().where(missing).select([id_column, vector_column])
+            rows = query.limit(int(min(batch_size, remaining))).to_arrow()
+            if not len(rows):
+                if not is_new:
+                    _rewrite_changed(table, column, m, id_column, vector_column, batch_size)
+                _update_metadata(table, column, ega_version=str(table.version + 1))  # the version that this call makes
+                break
+            _write_adapted(table, column, m, rows, id_column, vector_column)
+            remaining -= len(rows)
+            advance(len(rows))
     return column
 
 # %% ../nbs/library/27_lance.ipynb #switch

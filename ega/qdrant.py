@@ -20,6 +20,7 @@ from .files import READ_ERRORS, check_path, short_error
 from .index import as_search_transforms
 from .packs import EmbeddingSet
 from .search import Neighbours
+from .transform import progress_bar
 
 # %% ../nbs/library/35_qdrant.ipynb #1b0da487
 def _check_client(client, collection):
@@ -112,6 +113,7 @@ def write_collection(
     es: EmbeddingSet,
     *,
     batch_size: int = 512,
+    progress: bool = False,
 ) -> None:
     """Write raw embeddings to a collection, with id, label, class and split as payload.
 
@@ -127,6 +129,8 @@ def write_collection(
         Embeddings with their ids, such as from `ega.read_pack`.
     batch_size : int, default=512
         Points written at once.
+    progress : bool, default=False
+        Show a bar on standard error.
 
     Raises
     ------
@@ -167,12 +171,15 @@ def write_collection(
     ids = [str(uuid.uuid5(uuid.NAMESPACE_OID, name)) for name in es.ids.tolist()]
     new = np.flatnonzero([name not in existing for name in ids])
     class_names = np.array([*es.classes, ""], dtype=object)  # the last one for label -1
-    for i in range(0, len(new), batch_size):
-        rows, part = new[i : i + batch_size], es.take(new[i : i + batch_size])
-        columns = (part.ids.tolist(), part.y.tolist(), class_names[part.y].tolist(), part.split.tolist())
-        payloads = [dict(zip(("id", "label", "class", "split"), values)) for values in zip(*columns)]
-        points = zip(rows, part.x.tolist(), payloads)
-        client.upsert(collection, [models.PointStruct(id=ids[r], vector={"": x}, payload=p) for r, x, p in points])
+    with progress_bar(len(new), progress, "write") as advance:
+        for i in range(0, len(new), batch_size):
+            rows, part = new[i : i + batch_size], es.take(new[i : i + batch_size])
+            columns = (part.ids.tolist(), part.y.tolist(), class_names[part.y].tolist(), part.split.tolist())
+            payloads = [dict(zip(("id", "label", "class", "split"), values)) for values in zip(*columns)]
+            points = zip(rows, part.x.tolist(), payloads)
+            new_points = [models.PointStruct(id=ids[r], vector={"": x}, payload=p) for r, x, p in points]
+            client.upsert(collection, new_points)
+            advance(len(rows))
 
 # %% ../nbs/library/35_qdrant.ipynb #03ec96de
 def _raw_serves(info, vector, m):
@@ -253,6 +260,7 @@ def migrate_collection(
     vector: str = "",
     batch_size: int = 512,
     max_rows: int | None = None,
+    progress: bool = False,
 ) -> str:
     """Write adapted vectors beside the raw ones of a Qdrant collection; the same call resumes after a kill.
 
@@ -270,6 +278,8 @@ def migrate_collection(
         Points read and written at once.
     max_rows : int, optional
         Points to adapt in this call; None: all that are missing.
+    progress : bool, default False
+        Show a bar on standard error.
 
     Returns
     -------
@@ -318,16 +328,18 @@ def migrate_collection(
     is_new = name not in _vector_params(info)
     if is_new:
         _add_adapted_vector(client, collection, name, m, vector, batch_size)
-    lacking, written = _condition(vector, lacking=name), 0
-    while written < remaining:
-        limit = int(min(batch_size, remaining - written))
-        points, _ = client.scroll(collection, lacking, limit=limit, with_vectors=[vector], with_payload=False)
-        if not points:
-            if not is_new:
-                _rewrite_changed(client, collection, name, m, vector, batch_size)
-            break
-        _write_adapted(client, collection, name, points, m.transform(_read_raw(points, vector)))
-        written += len(points)
+    lacking = _condition(vector, lacking=name)
+    with progress_bar(min(client.count(collection, lacking).count, remaining), progress, "adapt") as advance:
+        while remaining > 0:
+            limit = int(min(batch_size, remaining))
+            points, _ = client.scroll(collection, lacking, limit=limit, with_vectors=[vector], with_payload=False)
+            if not points:
+                if not is_new:
+                    _rewrite_changed(client, collection, name, m, vector, batch_size)
+                break
+            _write_adapted(client, collection, name, points, m.transform(_read_raw(points, vector)))
+            remaining -= len(points)
+            advance(len(points))
     return name
 
 # %% ../nbs/library/35_qdrant.ipynb #0e97a34c

@@ -317,6 +317,30 @@ STORES = {  # package: how `ega migrate` and `ega search` name a store, and its 
 }
 
 
+@pytest.mark.parametrize("package", ["lancedb", "qdrant_client"])
+def test_migrate_refuses_rows_of_another_width_before_it_writes(store, package, call):
+    pytest.importorskip(package)
+    place, *collection = STORES[package][0].split()
+    es, _ = store
+    narrow = es.x[:, :3] / np.linalg.norm(es.x[:, :3], axis=1, keepdims=True)
+    write_pack(EmbeddingSet(narrow, es.y, classes=es.classes, meta=es.meta), "narrow.parquet")
+    code, _, message = call("migrate", "a.safetensors", place, *collection, "--vectors", "narrow.parquet", "--quiet")
+    assert code == 2 and f"narrow.parquet: expected {es.dim} columns, as the adapter has, got 3" in message
+    assert call("migrate", "a.safetensors", place, *collection, "--vectors", "rows.parquet", "--quiet")[0] == 0
+
+
+@pytest.mark.parametrize("package", ["lancedb", "qdrant_client"])
+def test_migrate_shows_the_rows_that_it_writes_and_adapts(store, package, call, monkeypatch):
+    pytest.importorskip(package)
+    place, *collection = STORES[package][0].split()
+    migrate = ("migrate", "a.safetensors", place, *collection, "--vectors", "rows.parquet")
+    assert call(*migrate)[2] == ""  # no terminal
+    monkeypatch.setattr(cli, "_show_progress", lambda args: True)
+    place = place.replace("t.lance", "u.lance").replace("q", "other")
+    shown = call("migrate", "a.safetensors", place, *migrate[3:])[2]
+    assert "write: 100%" in shown and "adapt: 100%" in shown and "60.0/60.0" in shown
+
+
 @pytest.mark.parametrize("package", STORES)
 def test_migrate_activate_and_search_a_store(store, package, call):
     "Results equal exact search among adapted vectors, and an earlier version can be activated again."
