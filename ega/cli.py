@@ -61,14 +61,14 @@ def _check_folder_name(path):
         raise InputError(f"{path}: expected the name of a folder, got that of a file; leave out the ending")
 
 
-def _was_fitted_on_pairs(folder):
+def _has_pair_weights(folder):
     "Whether a folder was written by `ega fit --pairs`: it has weights for queries and for documents."
     return (Path(folder) / "adapter.queries.safetensors").is_file()
 
 
 def _holds_adapter(folder):
     "Whether a folder holds the weights of an adapter, or those of queries and documents."
-    return _was_fitted_on_pairs(folder) or (Path(folder) / "adapter.safetensors").is_file()
+    return _has_pair_weights(folder) or (Path(folder) / "adapter.safetensors").is_file()
 
 
 def _check_store_path(args):
@@ -300,12 +300,12 @@ def _check_transform(args):
     from ega.vectors import check_not_adapted, open_vectors
 
     _check_adapter(args.adapter)
-    if _was_fitted_on_pairs(args.adapter) and args.side is None:
+    if _has_pair_weights(args.adapter) and args.side is None:
         raise InputError(
             f"{args.adapter}: this adapter was fitted on pairs and has two sides; add --side document for stored "
             "documents, --side query for queries"
         )
-    if not _was_fitted_on_pairs(args.adapter):
+    if not _has_pair_weights(args.adapter):
         _refuse({"--side": args.side}, "unless the adapter is a folder of `ega fit --pairs`")
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)

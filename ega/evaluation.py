@@ -269,7 +269,7 @@ def change_in_words(
     line: Any,  # with change, low and high: a change in points and its interval
     unit: str = "points",
 ) -> str:
-    "Say gain, lose or, where the interval holds 0, change by, with the number and the interval."
+    "Say whether queries gain or lose, or only by how much they change if the interval holds 0."
     if line.low > 0 or line.high < 0:
         change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
     else:

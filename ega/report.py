@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['N_NEIGHBOURS', 'CURVE_STRENGTHS', 'MIN_LABELLED_ROWS', 'query_outcomes', 'count_outcomes', 'summarize_classes',
            'find_examples', 'strength_curve', 'EffectiveRankStats', 'effective_rank_stats', 'collapse_warning',
-           'ivf_recall_curve', 'Comparison', 'compare_spaces', 'definitions', 'page_notes', 'check_report_path',
-           'write_comparison', 'write_report', 'PairComparison', 'shorten_text', 'describe_pair_examples',
+           'ivf_recall_curve', 'Comparison', 'compare_spaces', 'definitions', 'page_notes', 'shorten_text',
+           'check_report_path', 'write_comparison', 'write_report', 'PairComparison', 'describe_pair_examples',
            'write_pair_report']
 
 # %% ../nbs/library/29_report.ipynb #823b6449
@@ -572,8 +572,11 @@ is measured on at most 20,000 rows. Mean cosine of two rows: {{ "%.2f" | format(
 _MAX_TEXT = 200  # characters shown of a text
 
 
-def _cut(text):
-    "A text, or its beginning and an ellipsis where it is too long."
+def shorten_text(
+    text: Any,  # converted to a text
+) -> str:  # at most 200 characters
+    "Shorten a text that is shown as an example."
+    text = " ".join(str(text).split())
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
@@ -597,7 +600,7 @@ def _shown_row(c, row, class_name, ids, source):
     raw = source.read(int(row))
     if source.modality != "text":
         return content | {"image": _thumbnail(raw)}
-    return content | {"text": _cut(str(raw))}
+    return content | {"text": shorten_text(raw)}
 
 
 def _example_content(c, outcome, class_name, ids, source):
@@ -873,13 +876,6 @@ class PairComparison(NamedTuple):
 
     evaluation: pd.DataFrame  # from evaluate_pairs
     examples: pd.DataFrame  # from find_pair_examples
-
-
-def shorten_text(
-    text: Any,  # converted to a text
-) -> str:  # at most 200 characters
-    "Shorten a text that is shown as an example."
-    return _cut(" ".join(str(text).split()))
 
 
 def describe_pair_examples(

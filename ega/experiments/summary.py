@@ -259,9 +259,9 @@ def mean_change(
 def choose_settings(
     rows,  # of the task "tuning" under the protocol held_out
     *,
-    unseen_share,  # weight of the held-out classes in the gain, in [0, 1]; the seen classes have the rest
+    unseen_share,  # weight of the held-out classes in the mean, in [0, 1]; the seen classes have the rest
 ):  # DataFrame: benchmark, split_seed, method with its settings, strength, seen and unseen (LP@1, held-out classes)
-    "Choose for each benchmark, split and method the candidate with the largest gain on held-out seen classes."
+    "Choose for each benchmark, split and method the candidate with the largest weighted mean of LP@1."
     protocols = set(rows.protocol)
     if protocols != {"held_out"}:
         raise InputError(
@@ -272,8 +272,8 @@ def choose_settings(
     wide = rows.assign(lp_at_1=100 * rows.lp_at_1).pivot(index=key, columns="query_set", values="lp_at_1")
     wide = wide.reset_index().rename_axis(columns=None)
     wide["name"] = wide.method.str.split().str[0]  # the method without its settings
-    wide["gain"] = (1 - unseen_share) * wide.seen + unseen_share * wide.unseen
-    wide = wide[wide.name != "frozen"].sort_values(["gain", "seen"], ascending=False, kind="stable")
+    wide["weighted_mean"] = (1 - unseen_share) * wide.seen + unseen_share * wide.unseen
+    wide = wide[wide.name != "frozen"].sort_values(["weighted_mean", "seen"], ascending=False, kind="stable")
     best = wide.groupby(["benchmark", "split_seed", "name"], sort=False).head(1)
     best = best.assign(method=[f"{r.method} epoch={r.epoch} strength={r.strength:g}" for r in best.itertuples()])
     best = best.assign(order=best.name.map(list(METHODS).index)).sort_values(["benchmark", "split_seed", "order"])
