@@ -266,7 +266,7 @@ def _advance(recorder, adapter):
 def _is_measured(recorder):
     "Whether the Jacobian and the triplets are measured at the step that begins."
     number, every = len(recorder.steps), recorder.every
-    return number % every == 0 if isinstance(every, int) else number == 0 or number in every
+    return number % every == 0 if isinstance(every, (int, np.integer)) else number == 0 or number in every
 
 
 def _measure_step(recorder, adapter, now, outputs):
