@@ -94,7 +94,7 @@ def open_client(
             f"{path}: expected a folder of Qdrant, but it cannot be opened ({short_error(error)}); write it again"
         ) from error
 
-
+# %% ../nbs/library/35_qdrant.ipynb #732ad87e
 def _create_collection(client, collection, dim):
     "Create a collection without points that records where the ids of an embedding set are."
     models = import_optional("qdrant_client.models", "qdrant")

@@ -434,7 +434,7 @@ def test_wrong_use_of_a_qdrant_collection_is_one_sentence(store, call):
         ("migrate", "narrow.safetensors", "q", *q): "vector '' must have 4 numbers, as the adapter expects, got 8",
         (
             "migrate",
-            "a.safetensors",
+            "narrow.safetensors",
             "q",
             *q,
             "--vectors",
