@@ -94,7 +94,10 @@ def _check_adapter(path):
     path, expected = Path(path), "expected the folder written by `ega fit` or a .safetensors file"
     if path.is_dir():
         if not _holds_adapter(path):
-            raise InputError(f"{path}: {expected}, but this folder lacks adapter.safetensors; copy the whole folder")
+            what = "lacks adapter.safetensors; copy the whole folder"
+            if not any(path.iterdir()):
+                what = "is empty, as after a fit that was stopped; fit again"
+            raise InputError(f"{path}: {expected}, but this folder {what}")
     elif not path.is_file():
         raise InputError(f"{path}: no such adapter; {expected}")
     elif path.suffix in (".npy", ".npz", ".parquet", ".csv"):
@@ -162,6 +165,8 @@ def _check_data_or_pairs(args):
             raise InputError(f"{args.source}: this folder holds queries, documents and pairs; add --pairs")
         _check_data(args)
         return
+    if args.labels is not None and args.pairs is True:
+        raise InputError(f"{args.labels}: the file of pairs follows the option: --pairs {args.labels}")
     given = {"labels": args.labels, "--label-column": args.label_column, "--unlabelled": args.unlabelled}
     _refuse(given, "with --pairs")
     if Path(args.source).is_dir():
@@ -475,8 +480,12 @@ def _embed_pairs(args):
         overwrite=args.overwrite,
         progress=not args.quiet,
     )
-    numbers = (len(relevance.queries), len(relevance.documents), len(relevance.pairs))
-    print("{:,} queries, {:,} documents, {:,} pairs in ".format(*numbers) + args.out)
+    kept = {name: len(getattr(relevance, name)) for name in ("queries", "documents", "pairs")}
+    print(", ".join(f"{n:,} {name}" for name, n in kept.items()) + f" in {args.out}")
+    lost = {name: len(getattr(texts, name)) - n for name, n in kept.items()}
+    if any(lost.values()):
+        text = ", ".join(f"{n:,} {name}" for name, n in lost.items())
+        print(f"skipped {text}: texts that could not be encoded, and pairs that name them", file=sys.stderr)
 
 
 def _embed(args):
@@ -603,7 +612,11 @@ def _read_pair_inputs(args):
     else:
         queries, query_ids, splits = _read_named(args.source, args.column)
         documents, document_ids, _ = _read_named(args.documents, args.column)
-        pairs = match_pairs(read_pairs(args.pairs), query_ids, document_ids)
+        try:
+            pairs = match_pairs(read_pairs(args.pairs), query_ids, document_ids)
+        except InputError as error:
+            named = str(error).startswith(str(args.pairs))
+            raise error if named else InputError(f"{args.pairs}: {error}") from error
     if args.split is not None:
         if args.split not in splits:
             names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
@@ -788,6 +801,8 @@ def _describe_update(present, adapter, estimate):
             f"nearest neighbour carries their label) is {estimate.present:.1f} with the present adapter, "
             f"{estimate.updated:.1f} after an update on the others, change {change} points."
         )
+    elif estimate is not None:
+        lines.append("What that changes was not measured: it takes new rows of two classes, with several rows each.")
     return [*lines, "Vectors that the present adapter made must be migrated before they are searched with this one."]
 
 
@@ -1082,9 +1097,10 @@ def _migrate_collection(args, store):
     from ega import qdrant
 
     progress = _show_progress(args)
+    new_rows = _read_new_rows(args) if args.vectors else None
     with closing(qdrant.open_client(store)) as client:
-        if args.vectors:
-            qdrant.write_collection(client, args.collection, _read_new_rows(args), progress=progress)
+        if new_rows is not None:
+            qdrant.write_collection(client, args.collection, new_rows, progress=progress)
         raw = qdrant.raw_vector(client, args.collection)
 
         def active():

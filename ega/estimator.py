@@ -1164,7 +1164,7 @@ def estimate_update(
     rng = spawn_rngs(random_state).split
     kept, held_out = row_split(labels, rng, fractions=(0.75, 0.25))
     queries = rng.permutation(held_out[np.isin(labels[held_out], labels[kept])])[:MAX_QUERIES]
-    if not len(queries):
+    if not len(queries) or len(np.unique(labels[kept])) < 2:  # among rows of one class LP@1 is always 100
         return UpdateEstimate(0, 0, *[float("nan")] * 5)
     trial_labels = np.full_like(labels, -1)
     trial_labels[kept] = labels[kept]

@@ -278,6 +278,11 @@ def read_pairs(path: str | Path) -> PairTable:
     )
 
 # %% ../nbs/library/31_relevance.ipynb #fea5b294
+def _n_missing(table, query_rows, document_rows):
+    "Number of the names in pairs that are no id of their side."
+    return sum(q not in query_rows for q in table.queries) + sum(d not in document_rows for d in table.documents)
+
+
 def match_pairs(
     table: PairTable,
     query_ids: Sequence[str],  # ids of the query rows
@@ -291,13 +296,14 @@ def match_pairs(
     if not isinstance(table, PairTable):
         raise InputError(f"table must be a PairTable as of read_pairs, got {short_repr(table)}")
     rows = [{name: row for row, name in enumerate(map(str, ids))} for ids in (query_ids, document_ids)]
-    named = (table.queries, table.documents)
-    for what, ids, here, there in (("queries", named[0], *rows), ("documents", named[1], *rows[::-1])):
+    for what, ids, here in (("queries", table.queries, rows[0]), ("documents", table.documents, rows[1])):
         missing = list(dict.fromkeys(name for name in ids if name not in here))
         if missing and on_missing == "raise":
-            advice = f"add these {what}, take these pairs out, or pass on_missing='skip'"
-            if all(name in there for name in missing):
+            advice = f"add these {what}, or take these pairs out (in Python on_missing='skip' does)"
+            if _n_missing(table, *rows[::-1]) < _n_missing(table, *rows):
                 advice = "the columns of queries and documents seem to be swapped"
+            elif list(here) == [str(row) for row in range(len(here))]:
+                advice = f"the {what} have row numbers for ids, which begin with 0; number them so in the pairs"
             raise InputError(f"pairs name {len(missing)} {what} that are missing: {_examples(missing)}; {advice}")
     found = [(rows[0].get(q, -1), rows[1].get(d, -1), grade) for q, d, grade in zip(*table)]
     a = np.array(found, np.int64).reshape(-1, 3)

@@ -326,6 +326,7 @@ def test_migrate_refuses_rows_of_another_width_before_it_writes(store, package, 
     write_pack(EmbeddingSet(narrow, es.y, classes=es.classes, meta=es.meta), "narrow.parquet")
     code, _, message = call("migrate", "a.safetensors", place, *collection, "--vectors", "narrow.parquet", "--quiet")
     assert code == 2 and f"narrow.parquet: expected {es.dim} columns, as the adapter has, got 3" in message
+    assert not Path(place).exists()
     assert call("migrate", "a.safetensors", place, *collection, "--vectors", "rows.parquet", "--quiet")[0] == 0
 
 
@@ -1481,6 +1482,7 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
     code, out, _ = call("info", "fitted", "--json")
     assert {"queries": 64, "documents": 32}.items() <= json.loads(out).items()
     Path("other.csv").write_text("query,document\na,b\n")
+    Path("empty").mkdir()
     for args, words in (
         (("evaluate", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
         (("report", "fitted", "set/queries.parquet"), "this adapter was fitted on pairs; add --pairs"),
@@ -1499,11 +1501,49 @@ def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
         (("fit", "set", "--pairs", "--documents", "d.npy", "-o", "other"), "no effect where the source is a folder"),
         (("fit", "set", "--pairs", "--method", "wccn", "-o", "other"), "--method has no effect with --pairs"),
         (("fit", "set", "--side", "query", "-o", "other"), "--side has no effect without --pairs"),
+        (
+            ("fit", "set", "other.csv", "--pairs", "-o", "other"),
+            "the file of pairs follows the option: --pairs other.csv",
+        ),
+        (
+            (
+                "fit",
+                "set/queries.parquet",
+                "--documents",
+                "set/documents.parquet",
+                "--pairs",
+                "other.csv",
+                "-o",
+                "other",
+            ),
+            "other.csv: pairs name 1 queries that are missing: 'a'; add these queries",
+        ),
+        (("evaluate", "empty", "set", "--pairs"), "this folder is empty, as after a fit that was stopped; fit again"),
         (("fit", "set/queries.parquet", "--pairs", "-o", "other"), "--documents FILE --pairs FILE"),
     ):
         code, _, message = call(*args)
         assert code == 2 and words in message, message
     assert not Path("other").exists()
+
+
+def test_texts_that_are_skipped_are_counted(beir, tmp_path, monkeypatch, call):
+    class NoEmptyText(LetterCounts):
+        def prepare(self, text):
+            if not text:
+                raise ValueError("empty text")
+            return super().prepare(text)
+
+    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr(cli, "_load_encoder", lambda args: NoEmptyText())
+    monkeypatch.chdir(tmp_path)
+    corpus = beir / "corpus.jsonl"
+    first, *others = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([json.dumps({"_id": json.loads(first)["_id"], "text": ""}), *others]))
+    embed = ("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
+    assert "d0 cannot be encoded (ValueError: empty text)" in call(*embed)[2]
+    code, out, message = call(*embed, "--on-error", "skip")
+    assert (code, out) == (0, "80 queries, 39 documents, 78 pairs in set\n")
+    assert "skipped 0 queries, 1 documents, 2 pairs: texts that could not be encoded" in message
 
 
 def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_path, monkeypatch, call):

@@ -256,6 +256,10 @@ def test_command_update_adds_and_removes(rows, tmp_path, monkeypatch, capsys):
     assert " ".join(shown.split()).startswith(start) and max(map(len, shown.splitlines())) <= 80
     assert "held out and searched among the others" in shown and "must be migrated" in shown
     assert np.allclose(EmbeddingAdapter.load("b").transform(x), fit(x, y).transform(x), rtol=0, atol=ROUNDING)
+    np.save("one.npy", x[y == 10])
+    np.save("one_y.npy", y[y == 10])
+    assert main(["update", "a", "one.npy", "one_y.npy", "-o", "e"]) == 0
+    assert "was not measured: it takes new rows of two classes" in " ".join(capsys.readouterr().out.split())
     assert main(["update", "b", "later.npy", "later_y.npy", "-o", "c"]) == 0
     assert f"{(~first).sum()} of the new rows are copies of others" in " ".join(capsys.readouterr().out.split())
     assert main(["update", "a", "later.npy", "later_y.npy", "-o", "a"]) == 2
@@ -305,6 +309,14 @@ def test_estimate_of_an_update_without_queries_is_nan(rows):
     x, y, first = rows
     one_each = [np.flatnonzero(y == c)[0] for c in range(12)]
     estimate = estimate_update(fit(x[first], y[first]), x[one_each], y[one_each])
+    assert estimate.n_queries == 0 and np.isnan(estimate.change)
+
+
+def test_rows_of_one_new_class_say_nothing_about_an_update(rows):
+    "Among rows of one class LP@1 is 100 for any embeddings."
+    x, y, first = rows
+    assert (y == 10).sum() > 8
+    estimate = estimate_update(fit(x[first], y[first]), x[y == 10], y[y == 10])
     assert estimate.n_queries == 0 and np.isnan(estimate.change)
 
 

@@ -479,3 +479,17 @@ def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, 
     assert written == ["queries.parquet", "documents.parquet"]
     with pytest.raises(InputError, match="lacks qrels.tsv"):
         read_relevance_set(tmp_path / "set")
+
+
+def test_a_missing_id_is_explained_by_its_cause():
+    "Columns are called swapped only if exchanging them leaves fewer ids missing; row numbers begin with 0."
+    swapped = PairTable(["a", "b", "lost"], ["q", "r", "q"], [1, 1, 1])
+    with pytest.raises(InputError, match="'a', 'b', 'lost'; the columns .* seem to be swapped"):
+        match_pairs(swapped, ["q", "r"], ["a", "b"])
+    from_one = PairTable(["1", "2"], ["1", "3"], [1, 1])
+    with pytest.raises(
+        InputError, match="1 queries that are missing: '2'; the queries have row numbers .* begin with 0"
+    ):
+        match_pairs(from_one, ["0", "1"], ["0", "1", "2", "3"])
+    with pytest.raises(InputError, match="'b'; add these documents, or take these pairs out"):
+        match_pairs(PairTable(["q"], ["b"], [1]), ["q", "b"], ["a"])
