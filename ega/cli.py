@@ -62,7 +62,7 @@ def _check_folder_name(path):
 
 
 def _has_pair_weights(folder):
-    "Whether a folder was written by `ega fit --pairs`: it has weights for queries and for documents."
+    "Whether a folder holds weights for queries and for documents, as `ega fit --pairs` writes them."
     return (Path(folder) / "adapter.queries.safetensors").is_file()
 
 
@@ -612,11 +612,11 @@ def _read_pair_inputs(args):
     else:
         queries, query_ids, splits = _read_named(args.source, args.column)
         documents, document_ids, _ = _read_named(args.documents, args.column)
+        table = read_pairs(args.pairs)
         try:
-            pairs = match_pairs(read_pairs(args.pairs), query_ids, document_ids)
+            pairs = match_pairs(table, query_ids, document_ids)
         except InputError as error:
-            named = str(error).startswith(str(args.pairs))
-            raise error if named else InputError(f"{args.pairs}: {error}") from error
+            raise InputError(f"{args.pairs}: {error}") from error
     if args.split is not None:
         if args.split not in splits:
             names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
@@ -626,7 +626,7 @@ def _read_pair_inputs(args):
 
 
 def _shown_texts(args, given):
-    "What to show of each query and of each document: the id and, with --show, the text behind it."
+    "The id of each query and of each document, with its text behind it where --show names the texts."
     from ega.arrays import InputError
     from ega.relevance import read_beir, read_text_pairs
 
@@ -929,7 +929,7 @@ def _evaluate_labels(args, adapter):
 
 
 def _load_adapter(args):
-    "Load the adapter; refuse one that was fitted on labels where --pairs is given, and one fitted on pairs elsewhere."
+    "Load an adapter to evaluate: one that was fitted on pairs if --pairs is given, else on labels."
     from ega.arrays import InputError
     from ega.estimator import EmbeddingAdapter
 
@@ -1064,7 +1064,7 @@ def _migrate(args):
 
 
 def _read_new_rows(args):
-    "The embedding set of --vectors, of the width that the adapter expects."
+    "Read the embedding set of --vectors; refuse another width than the adapter expects."
     from ega.index import as_search_transforms
     from ega.packs import read_pack
 

@@ -467,7 +467,7 @@ def _load_statistics(path, values):
     return statistics
 
 # %% ../nbs/library/24_estimator.ipynb #d23a4f63
-def _write_in_place(folder):
+def _is_written_in_place(folder):
     "Whether files are written into a folder as it is: it has files, or it is a link or a mount point."
     return folder.is_dir() and (any(folder.iterdir()) or folder.is_symlink() or os.path.ismount(folder))
 
@@ -543,7 +543,7 @@ class _SaveLoadMixin:
         weights, description = _file_pair(path)
         _check_save_path(path, description)
         check_output(weights, endings=(".safetensors",), overwrite=True)
-        if _write_in_place(weights.parent):
+        if _is_written_in_place(weights.parent):
             _write_files(self, weights, statistics)
         else:
             with atomic_folder(weights.parent) as temporary:

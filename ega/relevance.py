@@ -279,7 +279,7 @@ def read_pairs(path: str | Path) -> PairTable:
 
 # %% ../nbs/library/31_relevance.ipynb #fea5b294
 def _n_missing(table, query_rows, document_rows):
-    "Number of the names in pairs that are no id of their side."
+    "Count the queries and documents of pairs whose id is missing."
     return sum(q not in query_rows for q in table.queries) + sum(d not in document_rows for d in table.documents)
 
 

@@ -575,7 +575,7 @@ _MAX_TEXT = 200  # characters shown of a text
 def shorten_text(
     text: Any,  # converted to a text
 ) -> str:  # at most 200 characters
-    "Shorten a text that is shown as an example."
+    "Put a text on one line and cut it to 200 characters."
     text = " ".join(str(text).split())
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
@@ -751,7 +751,7 @@ def write_comparison(
 
 # %% ../nbs/library/29_report.ipynb #estimator-report
 def _describe_selection(s):
-    "The sentence of a page on what `fit` selected."
+    "Say which method and strength `fit` selected, and why."
     strength = "" if s.frozen else f" at strength {s.strength:g}"
     return f"Selected in fit: {s.method}{strength}. Reason: {s.reason}."
 

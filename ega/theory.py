@@ -185,7 +185,7 @@ class Trajectory(NamedTuple):
         self,
         steps: int,  # 1 <= steps <= T
     ) -> "Trajectory":
-        "The record of the first steps."
+        "Return the record of the first `steps` steps."
         if not 1 <= steps <= len(self.rho):
             raise InputError(f"expected a number of steps from 1 to {len(self.rho)}, got {steps}; record more steps")
         return Trajectory(*(values[:steps] for values in self))
@@ -202,7 +202,7 @@ class TrajectoryRecorder(Objective):
         gen: torch.Generator,  # of the power iterations: each starts near the vectors of the one before
         sample_triplets: Callable | None = None,  # (y, rows, u) -> row numbers (a, p, n), valid mask; None: dense loss
         margin: float | None = None,  # of the triplets
-        every: int | Collection[int] = 1,  # steps between two measurements of the norms, or step 0 and these steps
+        every: int | Collection[int] = 1,  # measure norms every so many steps, or at 0 and these
         tol: float = 1e-3,  # of the power iterations
     ):
         super().__init__(self._record_loss, objective.draw, objective.parameters)
@@ -264,7 +264,7 @@ def _advance(recorder, adapter):
 
 
 def _is_measured(recorder):
-    "Whether the Jacobian and the triplets are measured at the step that begins."
+    "Whether norms are measured at the step that is about to be taken."
     number, every = len(recorder.steps), recorder.every
     return number % every == 0 if isinstance(every, (int, np.integer)) else number == 0 or number in every
 

@@ -579,7 +579,7 @@ def progress_bar(
     show=True,  # False: print nothing
     text=None,  # in front of the bar
 ):  # function of the number of rows that were written
-    "A progress bar over rows, inside a `with` block."
+    "Show a progress bar over rows while a `with` block runs."
     if not show:
         yield _ignore_progress
         return
