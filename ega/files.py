@@ -225,7 +225,7 @@ def short_error(
     return line if len(line) <= 80 else line[:76].rsplit(" ", 1)[0] + " ..."
 
 # %% ../nbs/library/03_files.ipynb #check-decompressed-size
-MAX_DECOMPRESSED_BYTES = 2**28  # any file may decompress to this many bytes ...
+MAX_DECOMPRESSED_BYTES = 2**29  # any file may decompress to this many bytes ...
 MAX_COMPRESSION_RATIO = 64  # ... and to more only up to this multiple of its own size
 
 

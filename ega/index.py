@@ -58,6 +58,7 @@ from ega.files import (
     read_json,
     short_error,
 )
+from .packs import read_parquet
 from .search import Neighbours, import_faiss, knn
 from .transform import file_stat_key, transform_file
 from .vectors import VectorFile, check_not_adapted, open_vectors
@@ -1129,9 +1130,7 @@ def _add_file(index, rows, ids, batch_size):
 def _source_ids(source: Path, rows: VectorFile, ids):
     "Ids of the rows of a file: those given, else those of a pack, else row numbers."
     if ids is None and rows.pack:
-        import pyarrow.parquet as pq
-
-        ids = pq.read_table(source, columns=["id"])["id"].to_pylist()
+        ids = read_parquet(source, ["id"])["id"].to_pylist()
     return _check_ids(ids, rows.n, np.empty(0, np.int64))
 
 # %% ../nbs/library/26_index.ipynb #735bc49f

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACK_DTYPES', 'EmbeddingSet', 'quantize', 'dequantize', 'path_of_pack', 'check_pack_metadata', 'write_pack',
-           'open_parquet', 'read_pack', 'ClassSplit', 'split_classes', 'row_split', 'Split']
+           'open_parquet', 'read_parquet', 'read_pack', 'ClassSplit', 'split_classes', 'row_split', 'Split']
 
 # %% ../nbs/library/04_packs.ipynb #exported-imports
 import hashlib
@@ -380,13 +380,14 @@ _BYTE_WIDTHS = {
 }  # bytes of Parquet's physical types
 
 
-def _decompressed_size(metadata):
-    "Bytes of the columns of a Parquet file after decompression and decoding, according to its metadata."
+def _decompressed_size(f):
+    "Bytes of the columns of a `ParquetFile` after decompression and decoding, according to its metadata."
     total = 0
-    for g in range(metadata.num_row_groups):
-        group = metadata.row_group(g)
-        for c in range(group.num_columns):
-            column = group.column(c)
+    for g in range(f.num_row_groups):
+        # pyarrow 26.0.1 aborts the process when column(c) meets damaged metadata; a batch of 0 rows raises OSError
+        next(f.reader.iter_batches(0, row_groups=[g]), None)
+        for c in range(f.metadata.num_columns):
+            column = f.metadata.row_group(g).column(c)
             decoded = column.num_values * _BYTE_WIDTHS.get(column.physical_type, 1)
             total += max(column.total_uncompressed_size, decoded)
     return total
@@ -413,12 +414,40 @@ def open_parquet(
         f = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True)
         for column in f.schema_arrow:
             column.name  # decodes the name, which raises if it is damaged
-        check_decompressed_size(path, _decompressed_size(f.metadata))
+        check_decompressed_size(path, _decompressed_size(f))
+        if f.metadata.num_rows != sum(f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)):
+            raise OSError("its row groups do not add up to its number of rows")
     except InputError:
         raise
     except (pa.ArrowException, *READ_ERRORS) as error:
         raise _unreadable_parquet(path, error, hint) from error
     return f
+
+
+def read_parquet(
+    path: Path | str,  # Parquet file
+    columns: Sequence[str] | None = None,  # names of columns; None: all
+    *,
+    hint: str = "copy or write it again",  # what error messages tell the user to do
+) -> "pyarrow.Table":
+    "Read a Parquet file whole, or raise `InputError`; see `open_parquet`."
+    import pyarrow as pa
+
+    f = open_parquet(path, hint=hint)
+    batches, size = [], 0
+    try:
+        schema = f.schema_arrow if columns is None else pa.schema([f.schema_arrow.field(name) for name in columns])
+        for batch in f.iter_batches(2**12, columns=columns):
+            batches.append(batch.select(schema.names))
+            # texts that repeat can decompress to any size, whatever the metadata state
+            size = check_decompressed_size(path, size + batch.nbytes)
+        table = pa.Table.from_batches(batches, schema)
+        table.validate(full=True)
+    except InputError:
+        raise
+    except (pa.ArrowException, *READ_ERRORS) as error:
+        raise _unreadable_parquet(path, error, hint) from error
+    return table
 
 # %% ../nbs/library/04_packs.ipynb #open-pack
 _READERS = {
@@ -430,9 +459,7 @@ _READERS = {
 
 def _open_pack(path):
     "Return the Arrow table and the metadata of a pack, or raise `InputError`."
-    import pyarrow as pa
-
-    path, hint = check_path(path), "copy or embed it again"
+    path = check_path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such pack; expected a Parquet file written by ega.write_pack or `ega embed`")
     if path.suffix in _READERS:
@@ -440,19 +467,7 @@ def _open_pack(path):
             f"{path}: expected a pack, a Parquet file written by ega.write_pack or `ega embed`, got a {path.suffix} "
             f"file; read it with {_READERS[path.suffix]}"
         )
-    f = open_parquet(path, hint=hint)
-    batches, size = [], 0
-    try:
-        for batch in f.iter_batches(2**12):
-            batches.append(batch)
-            # texts that repeat can decompress to any size, whatever the metadata state
-            size = check_decompressed_size(path, size + batch.nbytes)
-        table = pa.Table.from_batches(batches, f.schema_arrow)
-        table.validate(full=True)
-    except InputError:
-        raise
-    except (pa.ArrowException, *READ_ERRORS) as error:
-        raise _unreadable_parquet(path, error, hint) from error
+    table = read_parquet(path, hint="copy or embed it again")
     try:
         meta = json.loads((table.schema.metadata or {})[b"ega"])
     except READ_ERRORS as error:

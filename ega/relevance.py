@@ -42,7 +42,7 @@ from ega.files import (
     read_csv_columns,
     short_error,
 )
-from .packs import EmbeddingSet, open_parquet, read_pack, write_pack
+from .packs import EmbeddingSet, read_pack, read_parquet, write_pack
 from .statistics import bootstrap
 
 # %% ../nbs/library/31_relevance.ipynb #d01f8fe1
@@ -144,13 +144,12 @@ def _read_jsonl(path, expected):
 
 def _read_parquet_columns(path):
     "Read a Parquet file into a dictionary from column to values."
-    import pyarrow as pa
-
     check_is_file(path, "a Parquet file of pairs")
-    f = open_parquet(path)
     try:
-        return f.read().to_pydict()
-    except (pa.ArrowException, *READ_ERRORS) as error:
+        return read_parquet(path).to_pydict()
+    except InputError:
+        raise
+    except READ_ERRORS as error:
         raise InputError(f"{path}: the pairs cannot be read ({short_error(error)}); write the file again") from error
 
 # %% ../nbs/library/31_relevance.ipynb #e2e6e7a5

@@ -118,7 +118,7 @@ def test_the_fuzzing_harness_detects_faults(tmp_path):
         raise error
 
     def hungry(f):
-        return len(bytearray(os.urandom(2**20) * 600))
+        return len(bytearray(os.urandom(2**20) * 900))
 
     def allocates(f):
         try:
@@ -149,15 +149,23 @@ def test_the_fuzzing_harness_detects_faults(tmp_path):
     assert all(k == v for k, v in verdicts.items()) and attempt(hungry, tmp_path)[3] > MEGABYTES
 
 
+def test_damaged_column_metadata_is_refused(tmp_path):
+    "Reading a field of it makes pyarrow 26.0.1 abort; statistics that nothing reads may be damaged."
+    done = subprocess.run([sys.executable, HERE / "fuzzing.py", "bits", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-300:]
+    told = json.loads(done.stdout)
+    assert told["changed"] == 0 and told["refused"] > 2000 and told["size statistics"] > 10
+
+
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
 def test_decompression_bombs_are_refused(tmp_path, count):
-    "Archives and tables of a few hundred kilobytes that say 300 MB to 5 GB."
+    "Archives and tables of a few hundred kilobytes that say 600 MB to 5 GB."
     text = "x" * 1000
     bombs = {
         "a.npz": bomb(),
-        "wide.parquet": unfolding({"v": [0.0] * 64}, 2_000_000),
+        "wide.parquet": unfolding({"v": [0.0] * 64}, 3_000_000),
         "pack.parquet": unfolding(
             {"id": text, "label": text, "split": text, "scale": text, "code": text}, 2_000_000, store_schema=False
         ),
@@ -168,7 +176,7 @@ def test_decompression_bombs_are_refused(tmp_path, count):
         outcome, said, seconds, megabytes = attempt(lambda f: calls[name](f / name), tmp_path)
         said = said.replace(str(tmp_path), "")
         assert outcome == "refused" and "decompress" in said, (name, outcome, said)
-        assert megabytes < MEGABYTES and len(content) < 2e6, (name, megabytes, len(content))
+        assert megabytes < MEGABYTES and len(content) < 3e6, (name, megabytes, len(content))
     count("decompression bombs", len(bombs))
 
 
