@@ -116,42 +116,65 @@ NOT_INHERITED = (
 
 TASKS = {
     "Make and store embeddings": (
-        "embed.embed",
-        "packs.EmbeddingSet",
-        "packs.read_pack",
-        "packs.write_pack",
-        "arrays.normalize",
-        "vectors.check_same_order",
+        "data.embed.embed",
+        "data.packs.EmbeddingSet",
+        "data.packs.read_pack",
+        "data.packs.write_pack",
+        "data.arrays.normalize",
+        "data.vectors.check_same_order",
     ),
     "Select and fit an adapter": (
-        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "selection.select_adapter", "methods.fit_adapter"),
+        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "selection.select_adapter", "method.methods.fit_adapter"),
     ),
     "Adapters and closed forms": (
-        *(f"adapters.{name}" for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")),
         *(
-            f"closed_form.{name}"
+            f"method.adapters.{name}"
+            for name in ("LinearAdapter", "ReleasedEGA", "PaperEGA", "transform", "save_adapter")
+        ),
+        *(
+            f"method.closed_form.{name}"
             for name in ("WCCN", "DiscriminantWhitening", "ClassStatistics", "ValidatedWCCN", "LDAMap", "PCAMap")
         ),
     ),
-    "Train": ("training.train", "losses.supcon"),
+    "Train": ("method.training.train", "method.losses.supcon"),
     "Evaluate": (
-        *("evaluation.evaluate", "search.knn", "search.ivf_sweep", "metrics.lp_at_k", "metrics.ar_at_k"),
-        *("statistics.bootstrap", "report.write_report"),
+        *(
+            "measure.evaluation.evaluate",
+            "measure.search.knn",
+            "measure.search.ivf_sweep",
+            "measure.metrics.lp_at_k",
+            "measure.metrics.ar_at_k",
+        ),
+        *("measure.statistics.bootstrap", "deploy.report.write_report"),
     ),
     "Queries and documents": (
-        *(f"relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
+        *(f"data.relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
         *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter")),
-        *(f"relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
+        *(f"data.relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
     "Other libraries": (
-        *("langchain.AdaptedEmbeddings", "llamaindex.AdaptedEmbedding", "chroma.AdaptedEmbeddingFunction"),
-        *("qdrant.write_collection", "qdrant.migrate_collection", "qdrant.AdaptedCollection"),
+        *(
+            "deploy.langchain.AdaptedEmbeddings",
+            "deploy.llamaindex.AdaptedEmbedding",
+            "deploy.chroma.AdaptedEmbeddingFunction",
+        ),
+        *("deploy.qdrant.write_collection", "deploy.qdrant.migrate_collection", "deploy.qdrant.AdaptedCollection"),
     ),
-    "Deploy and monitor": ("transform.transform_file", "index.AdaptedIndex", "index.IndexStore", "monitor.Monitor"),
+    "Deploy and monitor": (
+        "deploy.transform.transform_file",
+        "deploy.index.AdaptedIndex",
+        "deploy.index.IndexStore",
+        "deploy.monitor.Monitor",
+    ),
 }
 
 # module -> package without which its classes cannot be used
-NEEDS = {"langchain": "langchain_core", "llamaindex": "llama_index", "qdrant": "qdrant_client", "chroma": "chromadb"}
+NEEDS = {
+    "deploy.langchain": "langchain_core",
+    "deploy.llamaindex": "llama_index",
+    "deploy.qdrant": "qdrant_client",
+    "deploy.chroma": "chromadb",
+}
 
 
 def tasks():
@@ -159,7 +182,7 @@ def tasks():
     lines = ["## By task", "", "| task | objects |", "| --- | --- |"]
     for task, names in TASKS.items():
         for name in names:
-            module, _, attribute = name.partition(".")
+            module, _, attribute = name.rpartition(".")
             getattr(importlib.import_module(f"ega.{module}"), attribute)
         links = ", ".join(f"{{py:obj}}`~ega.{name}`" for name in names)
         lines.append(f"| {task} | {links} |")

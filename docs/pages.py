@@ -84,8 +84,8 @@ def clone(
     import numpy as np
 
     from ega import read_pack
-    from ega.config import METHODS
-    from ega.losses import LOSSES
+    from ega.method.config import METHODS
+    from ega.method.losses import LOSSES
 
     for name in ("data", "nbs", "paper"):
         (folder / name).symlink_to(root / name)

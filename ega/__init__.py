@@ -17,25 +17,25 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # editors and type checkers see the names; nothing is imported at run time
-    from .arrays import InputError, normalize
+    from .data.arrays import InputError, normalize
     from .estimator import EmbeddingAdapter
-    from .evaluation import evaluate
+    from .measure.evaluation import evaluate
     from .gain import estimate_gain
-    from .index import AdaptedIndex
-    from .monitor import Monitor
-    from .packs import EmbeddingSet, read_pack, write_pack
+    from .deploy.index import AdaptedIndex
+    from .deploy.monitor import Monitor
+    from .data.packs import EmbeddingSet, read_pack, write_pack
 
 _MODULE_OF = {
-    "AdaptedIndex": "index",
+    "AdaptedIndex": "deploy.index",
     "EmbeddingAdapter": "estimator",
-    "EmbeddingSet": "packs",
-    "InputError": "arrays",
-    "Monitor": "monitor",
+    "EmbeddingSet": "data.packs",
+    "InputError": "data.arrays",
+    "Monitor": "deploy.monitor",
     "estimate_gain": "gain",
-    "evaluate": "evaluation",
-    "normalize": "arrays",
-    "read_pack": "packs",
-    "write_pack": "packs",
+    "evaluate": "measure.evaluation",
+    "normalize": "data.arrays",
+    "read_pack": "data.packs",
+    "write_pack": "data.packs",
 }
 
 

@@ -54,7 +54,7 @@ def compile_report(
     "Typeset the report with the fonts that come with typst."
     import typst
 
-    from ega.files import atomic_write
+    from ega.data.files import atomic_write
 
     with atomic_write(out / "report.pdf") as temporary:
         temporary.write_bytes(typst.compile(str(out / "report.typ"), ignore_system_fonts=True))

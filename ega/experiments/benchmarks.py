@@ -33,7 +33,9 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..arrays import InputError, check_positive_int, import_optional, peak_memory_mb
+from ..data.arrays import InputError, check_positive_int, import_optional, peak_memory_mb
+from ..data.files import atomic_write
+from ..data.threads import usable_cores
 from ega.experiments.harness import (
     Group,
     Job,
@@ -44,8 +46,6 @@ from ega.experiments.harness import (
     exit_with_parent,
     run_group,
 )
-from ..files import atomic_write
-from ..threads import usable_cores
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #clusters
 def make_clusters(
@@ -195,7 +195,7 @@ def one_pass_dataset_triplet_loss(
     start,  # BenchmarkData
 ):  # function of (adapter, row numbers, gen) -> scalar
     "Triplet loss with one forward pass; the triplets of a batch are drawn from the whole set at once."
-    from ega.sparsity import index_rows_by_class, random_dataset_triplets
+    from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
 
     index, loss = index_rows_by_class(start.y), three_pass_triplet_loss(start)
 
@@ -224,14 +224,14 @@ def torch_dataset_triplets(size, folder):
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #trained
 def _ega_training_job(size, folder, build_objective):
-    "Job of `ega.training.train`; `build_objective` is a function of BenchmarkData."
+    "Job of `ega.method.training.train`; `build_objective` is a function of BenchmarkData."
     import numpy as np
     import torch
 
-    from ega.adapters import ReleasedEGA
-    from ega.arrays import spawn_rngs
-    from ega.config import TrainConfig
-    from ega.training import train
+    from ega.data.arrays import spawn_rngs
+    from ega.method.adapters import ReleasedEGA
+    from ega.method.config import TrainConfig
+    from ega.method.training import train
 
     start, current = benchmark_data(size, folder), SimpleNamespace()
     x, y, objective = start.x.numpy(), start.y.numpy(), build_objective(start)
@@ -249,9 +249,9 @@ def _ega_training_job(size, folder, build_objective):
 
 
 def ega_dataset_triplets(size, folder):
-    "`ega.training.train`, triplets from the whole set."
-    from ega.sparsity import index_rows_by_class
-    from ega.training import dataset_triplet_objective
+    "`ega.method.training.train`, triplets from the whole set."
+    from ega.method.active_ratio import index_rows_by_class
+    from ega.method.training import dataset_triplet_objective
 
     return _ega_training_job(
         size, folder, lambda start: dataset_triplet_objective(size["margin"], index_rows_by_class(start.y))
@@ -259,8 +259,8 @@ def ega_dataset_triplets(size, folder):
 
 
 def ega_batch_triplets(size, folder):
-    "`ega.training.train`, triplets from the batch."
-    from ega.training import batch_triplet_objective
+    "`ega.method.training.train`, triplets from the batch."
+    from ega.method.training import batch_triplet_objective
 
     return _ega_training_job(size, folder, lambda start: batch_triplet_objective(size["margin"]))
 
@@ -272,7 +272,7 @@ def count_distinct_and_active_rows(
     "Distinct rows, and rows of active triplets, in each step of one repeat of a plain training loop."
     import torch
 
-    from ega.losses import triplet_violations
+    from ega.method.losses import triplet_violations
 
     steps = []
 
@@ -296,7 +296,7 @@ def _products(steps, d, hidden, similarities=False):
     "Function that runs the matrix products of the steps (N, M), by the routine that `ega` uses."
     import torch
 
-    from ega.arrays import linear
+    from ega.data.arrays import linear
 
     N = max(n for n, _ in steps)
     gen = torch.Generator().manual_seed(0)
@@ -332,7 +332,7 @@ def _whole_set_draw(start):
     "Draw triplets from the whole set; anchors and partners are forwarded."
     import torch
 
-    from ega.sparsity import index_rows_by_class, random_dataset_triplets
+    from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
 
     index = index_rows_by_class(start.y)
 
@@ -345,7 +345,7 @@ def _whole_set_draw(start):
 # %% ../../nbs/experiments/09_benchmarks.ipynb #floors
 def _in_batch_draw(start):
     "Draw triplets from the batch; the batch is forwarded."
-    from ega.sparsity import random_batch_triplets
+    from ega.method.active_ratio import random_batch_triplets
 
     def draw(rows, gen):
         places = random_batch_triplets(start.y[rows], gen=gen)
@@ -378,7 +378,7 @@ def torch_batch_triplets(size, folder):
     "Plain torch with one forward pass per batch, triplets from the batch."
     from torch import nn
 
-    from ega.sparsity import random_batch_triplets
+    from ega.method.active_ratio import random_batch_triplets
 
     start, criterion = benchmark_data(size, folder), nn.TripletMarginLoss(margin=size["margin"])
 
@@ -449,7 +449,7 @@ def pml_trainer(size, folder):
 # %% ../../nbs/experiments/09_benchmarks.ipynb #vector-model
 def _vector_model(x, build_adapter):
     "A SentenceTransformer of one module, which looks up rows of the tensor x by number and adapts them."
-    from ega.datasets import patch_torchvision
+    from ega.data.datasets import patch_torchvision
 
     patched = patch_torchvision()
     import_optional("sentence_transformers", "bench")
@@ -514,7 +514,7 @@ def sentence_transformers_dataset_triplets(size, folder):
     "sentence-transformers, TripletLoss on triplets that are drawn before the timing."
     import torch
 
-    from ega.sparsity import index_rows_by_class, random_dataset_triplets
+    from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
 
     def columns(start):
         index, rows = index_rows_by_class(start.y), torch.arange(len(start.y))
@@ -591,17 +591,17 @@ def pml_nca(size, folder):
 
 # %% ../../nbs/experiments/09_benchmarks.ipynb #contrastive-contenders
 def ega_supcon(size, folder):
-    "`ega.training.train`, SupCon."
-    from ega.losses import supcon
-    from ega.training import pairwise_objective
+    "`ega.method.training.train`, SupCon."
+    from ega.method.losses import supcon
+    from ega.method.training import pairwise_objective
 
     return _ega_training_job(size, folder, lambda start: pairwise_objective(partial(supcon, tau=0.07)))
 
 
 def ega_nca(size, folder):
-    "`ega.training.train`, NCA."
-    from ega.losses import nca
-    from ega.training import pairwise_objective
+    "`ega.method.training.train`, NCA."
+    from ega.method.losses import nca
+    from ega.method.training import pairwise_objective
 
     return _ega_training_job(size, folder, lambda start: pairwise_objective(partial(nca, tau=0.07)))
 
@@ -620,8 +620,8 @@ def margin_for_active_ratio(
     "The margin at which this share of whole-set triplets is active."
     import torch
 
-    from ega.losses import triplet_violations
-    from ega.sparsity import index_rows_by_class, random_dataset_triplets
+    from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
+    from ega.method.losses import triplet_violations
 
     index, rows = index_rows_by_class(start.y), torch.arange(len(start.y))
     t = random_dataset_triplets(index, rows, gen=torch.Generator().manual_seed(2))
@@ -644,7 +644,7 @@ def torch_at_active_ratio(size, folder):
 
 
 def ega_at_active_ratio(size, folder):
-    "`ega.training.train` at a given active ratio, with a backward pass over rows with a gradient only."
+    "`ega.method.training.train` at a given active ratio, with a backward pass over rows with a gradient only."
     contender = {"whole set": ega_dataset_triplets, "in batch": ega_batch_triplets}[size["sampler"]]
     return contender(_size_at_rho(size, folder), folder)
 
@@ -671,8 +671,8 @@ def faiss_exact(size, folder):
 
 
 def ega_exact(size, folder):
-    "Exact search with `ega.search.knn`."
-    from ega.search import knn
+    "Exact search with `ega.measure.search.knn`."
+    from ega.measure.search import knn
 
     xb, xq = _gallery(size)
     return Job(lambda: knn(xq, xb, size["k"]), size["queries"])
@@ -696,8 +696,8 @@ def faiss_loo(size, folder):
 
 
 def ega_loo(size, folder):
-    "Leave-one-out with `ega.search.loo_knn`."
-    from ega.search import loo_knn
+    "Leave-one-out with `ega.measure.search.loo_knn`."
+    from ega.measure.search import loo_knn
 
     xb, _ = _gallery(size)
     return Job(lambda: loo_knn(xb, size["k"]), size["n"])
@@ -747,8 +747,8 @@ def faiss_index_built_once(size, folder):
 
 
 def ega_sweep(size, folder):
-    "All pairs of K and nprobe with `ega.search.ivf_sweep`."
-    from ega.search import ivf_sweep
+    "All pairs of K and nprobe with `ega.measure.search.ivf_sweep`."
+    from ega.measure.search import ivf_sweep
 
     import_optional("faiss", "cpu")
     xb, xq = _gallery(size)
@@ -784,10 +784,10 @@ def torch_transform(size, folder):
 
 
 def ega_transform(size, folder):
-    "`ega.adapters.transform`."
+    "`ega.method.adapters.transform`."
     import torch
 
-    from ega.adapters import ReleasedEGA, transform
+    from ega.method.adapters import ReleasedEGA, transform
 
     x, state = _rows_to_transform(size)
     adapter = ReleasedEGA(size["d"], hidden=size["hidden"], gen=torch.Generator().manual_seed(0)).eval()
@@ -888,7 +888,7 @@ class FitClock:
         "Measure LP@1 while the clock stands."
         import numpy as np
 
-        from ega.metrics import loo_lp_at_k
+        from ega.measure.metrics import loo_lp_at_k
 
         z = np.asarray(transform(self.data.x_unseen))
         self.lp_at_1 = float(loo_lp_at_k(z, self.data.y_unseen).mean())
@@ -1021,7 +1021,7 @@ def fit_with_nca(data, clock, size):
     "scikit-learn's NeighborhoodComponentsAnalysis, from the identity."
     from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-    from ega.arrays import normalize
+    from ega.data.arrays import normalize
 
     def stop_when_over(matrix, iteration):
         matrix = matrix.reshape(size["d"], size["d"])
@@ -1097,7 +1097,7 @@ def pml_fit(size, folder):
 
 def sentence_transformers_fit(size, folder):
     "sentence-transformers."
-    from ega.datasets import patch_torchvision
+    from ega.data.datasets import patch_torchvision
 
     patched = patch_torchvision()  # noqa: F841 must live while the package is imported
     for package in ("datasets", "accelerate", "sentence_transformers"):
@@ -1164,8 +1164,8 @@ def _write_pictures(folder, n):
 # %% ../../nbs/experiments/09_benchmarks.ipynb #studio
 def _pictures_and_encoder(size, folder):
     "Source and encoder; the process is limited to as many cores as there are threads."
-    from ega.datasets import read_image_folder
-    from ega.encoders import ImagePreprocessing, OnnxImageEncoder
+    from ega.data.datasets import read_image_folder
+    from ega.data.encoders import ImagePreprocessing, OnnxImageEncoder
 
     import_optional("onnxruntime", "bench")
     if hasattr(os, "sched_setaffinity"):
@@ -1204,8 +1204,8 @@ def decode_then_encode(size, folder):
 
 
 def ega_embed(size, folder):
-    "`ega.embed.embed`."
-    from ega.embed import embed
+    "`ega.data.embed.embed`."
+    from ega.data.embed import embed
 
     source, encoder = _pictures_and_encoder(size, folder)
     out = Path(tempfile.mkdtemp(dir=folder)) / "pack.parquet"

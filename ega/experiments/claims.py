@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..arrays import InputError
-from ..config import MAIN_METHODS
+from ..data.arrays import InputError
 from .grids import DIAL, GRIDS, read_results
 from .protocols import MAIN_BENCHMARKS
 from .summary import add_mean_over_benchmarks, path_replicates
-from ..statistics import grouped_rank_correlation
+from ..measure.statistics import grouped_rank_correlation
+from ..method.config import MAIN_METHODS
 
 # %% ../../nbs/experiments/12_claims.ipynb #24515351
 class Claim(NamedTuple):

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import ega
-from ..arrays import InputError
 from ..cli import run_command
+from ..data.arrays import InputError
 
 # %% ../../nbs/experiments/11_cli.ipynb #repository
 def find_repository(
@@ -163,8 +163,8 @@ RERUN_TOLERANCE = 1.0  # points of LP@1 by which a run may differ on another kin
 
 def _find_stored_run(folder, run_id):
     "The name of the experiment and the rows of one run, by the first digits of its id."
+    from ega.data.packs import open_parquet
     from ega.experiments.grids import read_results
-    from ega.packs import open_parquet
 
     for path in sorted(folder.glob("*.parquet")):
         if "run_id" not in open_parquet(path).schema_arrow.names:
@@ -183,9 +183,9 @@ def _find_stored_run(folder, run_id):
 
 def _rerun(args):
     "Train one stored run again and compare its digits."
-    from ega.config import parse_config
     from ega.experiments.grids import ROW_KEYS
     from ega.experiments.runs import RunConfig, platform_tag, run_experiment, use_one_thread
+    from ega.method.config import parse_config
 
     root = find_repository()
     experiment, stored = _find_stored_run(Path(args.results or root / "data/results"), args.run_id)

@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 import ega
-from ..arrays import InputError, defer_sigint
-from ..config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
+from ..data.arrays import InputError, defer_sigint
+from ..data.files import atomic_write, file_lock, read_csv_columns, short_error
+from ..data.packs import open_parquet, read_parquet
+from ..data.threads import usable_cores
+from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
 from .runs import build_config, run_experiment, use_one_thread
-from ..files import atomic_write, file_lock, read_csv_columns, short_error
-from ..packs import open_parquet, read_parquet
-from ..threads import usable_cores
-from ..transform import ray_cluster
+from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 
 # %% ../../nbs/experiments/03_grids.ipynb #store
 class ResultStore:
@@ -122,14 +122,15 @@ def _remove_parts(folder, parts, finished):
 def _read_parquet(path, columns, may_vanish=False):
     "A table of results; None if `may_vanish` and another process has merged it meanwhile."
     try:
-        names = open_parquet(path).schema_arrow.names
+        file = open_parquet(path)  # opened once, because merge_parts may replace the file meanwhile
+        names = file.schema_arrow.names
         for column in columns or _REQUIRED:
             if column not in names:
                 raise KeyError(f"no column {column}")
         wanted = None
         if columns:  # with the keys, without which rows of two runs could look like duplicates
             wanted = list(dict.fromkeys([*columns, *(k for k in ROW_KEYS if k in names)]))
-        frame = read_parquet(path, wanted).to_pandas()
+        frame = read_parquet(path, wanted, file=file).to_pandas()
         for column in ("run_id", "config"):
             if column in frame and not all(type(v) is str for v in frame[column].tolist()):
                 raise TypeError(f"{column} is not always a text")

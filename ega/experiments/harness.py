@@ -22,7 +22,7 @@ from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..arrays import import_optional, peak_memory_mb
+from ..data.arrays import import_optional, peak_memory_mb
 
 # %% ../../nbs/experiments/08_harness.ipynb #74efcf54
 Job = namedtuple("Job", "run n_units prepare", defaults=(None,))

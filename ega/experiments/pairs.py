@@ -18,10 +18,8 @@ import pandas as pd
 import torch
 from torch.nn import functional as F
 
-from ..adapters import transform
-from ..arrays import InputError, as_unit_rows, normalize
-from ..pairs import PAIR_CANDIDATES, PairConfig, fit_pair_path, select_pair_adapter
-from ega.relevance import (
+from ..data.arrays import InputError, as_unit_rows, normalize
+from ega.data.relevance import (
     RelevanceSet,
     RelevanceSplit,
     queries_with_relevant,
@@ -29,9 +27,11 @@ from ega.relevance import (
     split_by_document,
     split_by_query,
 )
-from ..search import knn
+from ..data.threads import limit_threads
+from ..measure.search import knn
+from ..method.adapters import transform
+from ..pairs import PAIR_CANDIDATES, PairConfig, fit_pair_path, select_pair_adapter
 from ..selection import pick_candidate
-from ..threads import limit_threads
 
 # %% ../../nbs/experiments/13_pairs.ipynb #01938071
 def make_split(

@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..arrays import InputError, spawn_rngs
-from ..datasets import released_class_split
-from ..metrics import ar_at_k, lp_at_k
-from ..packs import Split, path_of_pack, read_pack, row_split, split_classes
-from ..search import SearchConfig
+from ..data.arrays import InputError, spawn_rngs
+from ..data.datasets import released_class_split
+from ..data.packs import Split, path_of_pack, read_pack, row_split, split_classes
+from ..measure.metrics import ar_at_k, lp_at_k
+from ..measure.search import SearchConfig
 
 # %% ../../nbs/experiments/01_protocols.ipynb #benchmark
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Benchmark:
 
     train: str  # name of the pack of the seen classes
     unseen: str  # name of the pack of the unseen classes; equal to `train`: some of its classes are held out
-    encoder: str  # key of ega.encoders.ENCODERS
+    encoder: str  # key of ega.data.encoders.ENCODERS
     stands_for: str  # the data set of the paper that it replaces
     own_split: bool = False  # gallery and queries are the pack's own train and test split
 
@@ -46,9 +46,9 @@ BENCHMARKS["cub100 lite2"] = Benchmark("cub100", "cub100", "efficientnet_lite2",
 class PaperPack:
     "A data set of the paper, as `ega embed --dataset` embeds it."
 
-    dataset: str  # a key of ega.datasets.DATASETS
+    dataset: str  # a key of ega.data.datasets.DATASETS
     rows: int  # labelled rows of the complete pack
-    splits: tuple = ()  # splits to embed; empty: the default of ega.datasets.DATASETS
+    splits: tuple = ()  # splits to embed; empty: the default of ega.data.datasets.DATASETS
 
 
 PAPER_PACKS = {

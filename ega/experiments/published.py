@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from ..arrays import InputError
-from ..config import METHODS, TrainConfig
+from ..data.arrays import InputError
+from ..data.files import read_csv_columns
+from ..data.packs import path_of_pack
 from .grids import run_grid
 from ega.experiments.protocols import (
     PAPER_BENCHMARKS,
@@ -30,9 +31,8 @@ from ega.experiments.protocols import (
     split_counts,
 )
 from .runs import RunConfig
-from ..files import read_csv_columns
-from ..packs import path_of_pack
-from ..statistics import bootstrap, bootstrap_worst
+from ..measure.statistics import bootstrap, bootstrap_worst
+from ..method.config import METHODS, TrainConfig
 
 # %% ../../nbs/experiments/04_published.ipynb #read-published
 _NUMBER_FORMS = {
@@ -379,7 +379,7 @@ def required_packs(
 
 def embed_command(
     pack,  # key of PAPER_PACKS
-    encoder,  # key of ega.encoders.ENCODERS
+    encoder,  # key of ega.data.encoders.ENCODERS
     folder=None,  # of packs; None: where `ega embed` writes them
 ):  # one line for a shell
     "The command that makes a pack."

@@ -27,9 +27,14 @@ import pandas as pd
 import torch
 
 import ega
-from ..adapters import interpolate, load_adapter, save_adapter, transform
-from ..arrays import InputError, check_number, normalize, spawn_rngs
-from ega.config import (
+from ..data.arrays import InputError, check_number, normalize, spawn_rngs
+from ..data.packs import row_split
+from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
+from ..measure.evaluation import label_hits
+from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
+from ..measure.search import Neighbours, ivf_sweep, knn, loo_knn
+from ..method.adapters import interpolate, load_adapter, save_adapter, transform
+from ega.method.config import (
     METHODS,
     AdapterConfig,
     LossConfig,
@@ -38,12 +43,7 @@ from ega.config import (
     config_to_dict,
     field_omitted_at_default,
 )
-from ..evaluation import label_hits
-from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
-from ..methods import fit_adapter, fit_method
-from ..metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
-from ..packs import row_split
-from ..search import Neighbours, ivf_sweep, knn, loo_knn
+from ..method.methods import fit_adapter, fit_method
 
 # %% ../../nbs/experiments/02_runs.ipynb #runconfig
 @dataclass(frozen=True)

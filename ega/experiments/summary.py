@@ -15,10 +15,10 @@ from functools import reduce
 import numpy as np
 import pandas as pd
 
-from ..arrays import InputError
-from ..config import METHODS
+from ..data.arrays import InputError
 from .protocols import BENCHMARKS
-from ..statistics import Interval, cluster_bootstrap_means
+from ..measure.statistics import Interval, cluster_bootstrap_means
+from ..method.config import METHODS
 
 # %% ../../nbs/experiments/05_summary.ipynb #check-comparable
 OUTCOME_COLUMNS = {"lp_at_1": "hit", "lp_at_1_ivf": "ivf_hit", "ar_at_1": "ivf_ar"}  # metric -> per-query column

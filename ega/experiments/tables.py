@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..arrays import InputError
-from ..config import uses_gradient_training
+from ..data.arrays import InputError
+from ..data.files import atomic_write, read_json
 from .grids import GRIDS, read_results
 from .plots import METHOD_STYLES
-from ..files import atomic_write, read_json
+from ..method.config import uses_gradient_training
 
 # %% ../../nbs/experiments/06_tables.ipynb #8cc02cd2
 def format_percentage_points(

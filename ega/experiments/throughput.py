@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..adapters import count_parameters, save_adapter, transform
-from ..arrays import linear, normalize, peak_memory_mb
-from ..transform import progress_file, transform_file
-from ..vectors import open_vectors
+from ..data.arrays import linear, normalize, peak_memory_mb
+from ..data.vectors import open_vectors
+from ..deploy.transform import progress_file, transform_file
+from ..method.adapters import count_parameters, save_adapter, transform
 
 # %% ../../nbs/experiments/10_throughput.ipynb #product-share
 def fraction_of_matmul_speed(
@@ -106,7 +106,7 @@ def _write_synthetic(
 # %% ../../nbs/experiments/10_throughput.ipynb #peak-mb
 _CHILD = """
 import json, sys
-from ega.transform import transform_file
+from ega.deploy.transform import transform_file
 result = transform_file(*sys.argv[1:4], **json.loads(sys.argv[4]))
 print(json.dumps(result[:3]))
 """
@@ -140,7 +140,7 @@ def _rows_on_disk(progress):
 
 # %% ../../nbs/experiments/10_throughput.ipynb #rehearse
 def resume_test(
-    adapter,  # an adapter of ega.adapters
+    adapter,  # an adapter of ega.method.adapters
     folder,  # existing folder with room for input and output, which are not removed
     *,
     rows,  # of the synthetic input

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ega.config import parse_config
 from ega.experiments.grids import read_results
 from ega.experiments.runs import RunConfig, build_config
+from ega.method.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

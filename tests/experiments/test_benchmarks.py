@@ -14,11 +14,16 @@ import pytest
 import torch
 from bench_contenders import broken_import, exiting, failing, recording, thread_variable
 
-from ega.adapters import ReleasedEGA
-from ega.arrays import InputError
-from ega.datasets import patch_torchvision
+from ega.data.arrays import InputError
+from ega.data.datasets import patch_torchvision
 from ega.experiments import benchmarks, cli, harness
-from ega.sparsity import index_rows_by_class, random_batch_triplets, random_dataset_triplets, triplet_active_ratio
+from ega.method.active_ratio import (
+    index_rows_by_class,
+    random_batch_triplets,
+    random_dataset_triplets,
+    triplet_active_ratio,
+)
+from ega.method.adapters import ReleasedEGA
 
 SMALL = dict(n=240, d=32, classes=12, hidden=64, batch=64, epochs=1, margin=0.6, lr=1e-4)
 
@@ -187,7 +192,7 @@ def assert_same(*gradients):
 
 
 def test_whole_set_contenders_have_equal_gradients(start):
-    from ega.training import dataset_triplet_objective
+    from ega.method.training import dataset_triplet_objective
 
     rows, index = torch.arange(0, 240, 3), index_rows_by_class(start.y)
     t = random_dataset_triplets(index, rows, gen=seeded())
@@ -209,7 +214,7 @@ def test_whole_set_contenders_have_equal_gradients(start):
 def test_in_batch_contenders_have_equal_gradients(start):
     from pytorch_metric_learning import losses, reducers
 
-    from ega.training import batch_triplet_objective
+    from ega.method.training import batch_triplet_objective
 
     rows = torch.arange(0, 240, 2)
     t, (plain, ours) = random_batch_triplets(start.y[rows], gen=seeded()), blocks(start)
@@ -225,7 +230,7 @@ def test_in_batch_contenders_have_equal_gradients(start):
 def test_supcon_contenders_have_equal_gradients(start):
     from pytorch_metric_learning.losses import SupConLoss
 
-    from ega.losses import supcon
+    from ega.method.losses import supcon
 
     plain, ours = blocks(start)
     rows, y = start.x[::2], start.y[::2]
@@ -239,7 +244,7 @@ def test_supcon_contenders_have_equal_gradients(start):
 def test_nca_contenders_have_equal_gradients(start):
     from pytorch_metric_learning.losses import NCALoss
 
-    from ega.losses import nca
+    from ega.method.losses import nca
 
     plain, ours = blocks(start)
     rows, y = start.x[::2], start.y[::2]
@@ -285,7 +290,7 @@ def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypa
             super().__init__(*args, **kw)
             made.append(self)
 
-    monkeypatch.setattr("ega.adapters.ReleasedEGA", Ours)
+    monkeypatch.setattr("ega.method.adapters.ReleasedEGA", Ours)
     torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
     job = getattr(benchmarks, name)(SMALL, tmp_path)
     job.prepare()
@@ -359,7 +364,7 @@ def test_search_contenders_find_the_same_neighbours():
     size = {"n": 400, "d": 16, "queries": 30, "k": 10}
     xb, xq = benchmarks._gallery(size)
     D, I = benchmarks.faiss_loo(size, None).run()
-    from ega.search import ivf_sweep, loo_knn
+    from ega.measure.search import ivf_sweep, loo_knn
 
     assert (loo_knn(xb, 10, device="cpu").I == I).mean() > 0.99  # ties alone may differ
     swept = ivf_sweep(xq, xb, nlist=10, nprobes=(1, 5), k=10, device="cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega.arrays import InputError
+from ega.data.arrays import InputError
 from ega.experiments.claims import (
     CENTERED_WHITENING,
     EFFECTS,
@@ -27,7 +27,7 @@ from ega.experiments.claims import (
 from ega.experiments.grids import ResultStore
 from ega.experiments.protocols import MAIN_BENCHMARKS
 from ega.experiments.summary import add_mean_over_benchmarks
-from ega.statistics import grouped_rank_correlation
+from ega.measure.statistics import grouped_rank_correlation
 
 CLAIMS = Path(__file__).resolve().parents[2] / "data/claims.toml"
 EPOCHS = (0, 10, 150)

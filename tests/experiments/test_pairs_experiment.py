@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ega import EmbeddingAdapter, EmbeddingSet, InputError
-from ega.arrays import normalize
+from ega.data.arrays import normalize
+from ega.data.relevance import RelevanceSet, ranking_metrics, read_relevance_set
 from ega.experiments.pairs import (
     DENSE_HEAD,
     ESTIMATES,
@@ -28,7 +29,6 @@ from ega.experiments.pairs import (
     nudge,
     train_in_batch,
 )
-from ega.relevance import RelevanceSet, ranking_metrics, read_relevance_set
 
 
 def planted(n_documents=40, queries_each=2, d=12, seed=0):

@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import config as method_config
-from ega.arrays import InputError
+from ega.data.arrays import InputError
 from ega.experiments import claims, grids, protocols, runs, tables
+from ega.method import config as method_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "nbs/paper"

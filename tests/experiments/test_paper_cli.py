@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from test_runs import make_packs
 
-from ega.arrays import InputError
+from ega.data.arrays import InputError
 from ega.experiments import cli
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import build_config, run_experiment

@@ -10,12 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega import cli, search
-from ega import config as method_config
-from ega.arrays import InputError, normalize
-from ega.config import config_to_dict, parse_config
-from ega.datasets import DATASETS, released_class_split
-from ega.encoders import encoder_spec
+from ega import cli
+from ega.data.arrays import InputError, normalize
+from ega.data.datasets import DATASETS, released_class_split
+from ega.data.encoders import encoder_spec
+from ega.data.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.experiments import cli as paper_cli
 from ega.experiments import protocols, runs
 from ega.experiments.grids import ResultStore
@@ -49,8 +48,10 @@ from ega.experiments.published import (
     run_cells,
 )
 from ega.experiments.runs import RunConfig, evaluate_settings, run_experiment
-from ega.packs import EmbeddingSet, path_of_pack, write_pack
-from ega.search import Neighbours, SearchConfig
+from ega.measure import search
+from ega.measure.search import Neighbours, SearchConfig
+from ega.method import config as method_config
+from ega.method.config import config_to_dict, parse_config
 
 root = Path(__file__).resolve().parents[2]
 printed = read_published(root / "data/published.csv")

@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ega.config import METHODS, AdapterConfig, LossConfig, TrainConfig, parse_config
+from ega.data.packs import read_pack
 from ega.experiments import runs
 from ega.experiments.cli import RERUN_TOLERANCE
 from ega.experiments.grids import GRIDS, read_results
 from ega.experiments.protocols import load_embedding_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
-from ega.packs import read_pack
+from ega.method.config import METHODS, AdapterConfig, LossConfig, TrainConfig, parse_config
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("margins",)

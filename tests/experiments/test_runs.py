@@ -16,11 +16,8 @@ import pytest
 import torch
 from test_benchmarks import alive, children
 
-from ega import search
-from ega.arrays import InputError, normalize
-from ega.closed_form import DiscriminantWhitening
-from ega.config import MAIN_METHODS, METHODS, parse_config, uses_gradient_training
-from ega.evaluation import label_hits
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.experiments import grids, runs
 from ega.experiments.grids import (
     EQUAL_TUNING_GRID,
@@ -45,9 +42,12 @@ from ega.experiments.summary import (
     provenance,
     summarize,
 )
-from ega.methods import fit_method
-from ega.metrics import cosine_std_of_negative_pairs
-from ega.packs import EmbeddingSet, path_of_pack, write_pack
+from ega.measure import search
+from ega.measure.evaluation import label_hits
+from ega.measure.metrics import cosine_std_of_negative_pairs
+from ega.method.closed_form import DiscriminantWhitening
+from ega.method.config import MAIN_METHODS, METHODS, parse_config, uses_gradient_training
+from ega.method.methods import fit_method
 from ega.testing import simplex_vertices
 
 SMALL_TRAINING = dict(hidden=16, epochs=2)
@@ -165,7 +165,7 @@ def test_method_runs_and_means_equal_those_of_its_queries(packs, method):
 @pytest.mark.parametrize("k", [1, 3])
 def test_leave_one_out_equals_a_search_in_every_fold(crowd, k, monkeypatch):
     "With 30 duplicates in one fold, no stored neighbour lies in the other folds, and the queries are searched again."
-    from ega.search import SearchConfig
+    from ega.measure.search import SearchConfig
 
     rng = np.random.default_rng(0)
     y = rng.integers(5, size=240 // crowd)
@@ -764,7 +764,7 @@ def test_mean_change_counts_equal_seen_classes_once():
 
 
 def test_killed_path_resumes_with_the_same_rows(packs, tmp_path, monkeypatch):
-    from ega import training
+    from ega.method import training
 
     whole, checkpoint = path_rows(packs), tmp_path / "run.safetensors"
     monkeypatch.setattr(training.time, "monotonic", iter(range(0, 10**6, 100)).__next__)  # saves after every epoch

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ega.data.relevance import ranking_metrics, read_relevance_set, split_by_query
 from ega.estimator import EmbeddingAdapter
-from ega.relevance import ranking_metrics, read_relevance_set, split_by_query
-from ega.search import knn
+from ega.measure.search import knn
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/packs/cranfield__all_minilm_l6_v2"
 SET = read_relevance_set(FOLDER)

@@ -28,25 +28,16 @@ import torch
 from safetensors.numpy import save_file
 
 import ega.cli
-from ega import (
-    arrays,
-    datasets,
-    embed,
-    encoders,
-    estimator,
-    index,
-    monitor,
-    packs,
-    training,
-    transform,
-    vectors,
-)
-from ega.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
-from ega.arrays import InputError, normalize
-from ega.config import config_to_dict, parse_config
+from ega import estimator
+from ega.data import arrays, datasets, embed, encoders, packs, vectors
+from ega.data.arrays import InputError, normalize
+from ega.data.files import hash_arrays, read_json
+from ega.deploy import index, monitor, transform
 from ega.experiments import cli as paper_cli
 from ega.experiments import grids, published, runs
-from ega.files import hash_arrays, read_json
+from ega.method import training
+from ega.method.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
+from ega.method.config import config_to_dict, parse_config
 
 SECONDS, MEGABYTES, ROOM = (
     10,

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ega.adapters import (
+from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.method.adapters import (
     AblatedEGA,
     BoundedDisplacementAdapter,
     GatedBlock,
@@ -32,7 +33,6 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.testing import circle_points
 
 KINDS = ("PaperEGA", "ReleasedEGA", "LoRAAdapter", "LinearAdapter")
@@ -193,7 +193,7 @@ def test_released_ega_equals_the_released_module():
 def test_training_gradients_equal_those_of_autograd_in_float32(kind, n_active, onednn, monkeypatch):
     "At sizes where oneDNN is used; also in a second backward pass through the same graph."
     if not onednn:
-        monkeypatch.setattr("ega.arrays._onednn_linear", lambda: None)
+        monkeypatch.setattr("ega.data.arrays._onednn_linear", lambda: None)
     adapter, x = trained(make(kind, 96, hidden=80, rank=64), 0.05), rows(150, 96).requires_grad_()
     found = {}
     for training in (True, False):
@@ -716,7 +716,7 @@ def test_ablated_ega_lacks_each_named_part():
 
 
 def test_ablation_without_residual_collapses_to_two_points():
-    from ega.losses import triplet
+    from ega.method.losses import triplet
 
     torch.manual_seed(0)
     x, f = rows(60, 8), AblatedEGA(8, hidden=16, without=("residual",), gen=torch.Generator().manual_seed(1))
@@ -768,7 +768,9 @@ def test_bad_bias_is_refused(call, words):
 
 
 def test_an_array_or_an_estimator_in_place_of_a_tensor_or_module_is_named():
-    with pytest.raises(InputError, match="must be a torch.Tensor, got ndarray; for arrays use ega.adapters.transform"):
+    with pytest.raises(
+        InputError, match="must be a torch.Tensor, got ndarray; for arrays use ega.method.adapters.transform"
+    ):
         LinearAdapter(4)(np.eye(4, dtype="f4"))
     estimator = type("Estimator", (), {"adapter_": LinearAdapter(4)})()
     with pytest.raises(InputError, match="got Estimator; pass its attribute adapter_"):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import sparse
 
-import ega.arrays
-from ega.arrays import (
+import ega.data.arrays
+from ega.data.arrays import (
     RNG_NAMES,
     InputError,
     check_embeddings,
@@ -501,7 +501,7 @@ def test_example_point_sets():
 
 
 def test_docstring_examples():
-    result = doctest.testmod(ega.arrays)
+    result = doctest.testmod(ega.data.arrays)
     assert result.attempted and not result.failed
 
 
@@ -625,7 +625,7 @@ def test_linear_uses_onednn_for_large_float32_matrices_alone(monkeypatch):
         calls.append(tuple(x.shape))
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(ega.arrays, "_onednn_linear", lambda: product)
+    monkeypatch.setattr(ega.data.arrays, "_onednn_linear", lambda: product)
     large, small = torch.ones(64, 64), torch.ones(63, 64)
     for x, w in ((large, large), (small, large), (large, small), (large.double(), large.double())):
         linear(x, w)
@@ -636,7 +636,7 @@ def test_linear_does_without_onednn_where_it_fails(monkeypatch):
     def product(*args):
         raise RuntimeError("could not create a primitive descriptor")
 
-    monkeypatch.setattr(ega.arrays, "_onednn_linear", lambda: product)
+    monkeypatch.setattr(ega.data.arrays, "_onednn_linear", lambda: product)
     assert torch.equal(linear(torch.eye(64), torch.ones(70, 64)), torch.ones(64, 70))
 
 
@@ -644,7 +644,7 @@ def test_onednn_is_used_on_processors_with_avx_512_alone(monkeypatch):
     for capability, available, expected in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
-        assert (ega.arrays._onednn_linear.__wrapped__() is not None) == expected
+        assert (ega.data.arrays._onednn_linear.__wrapped__() is not None) == expected
 
 
 def test_vectors_in_an_arrow_column_become_a_matrix_as_the_message_says():
@@ -665,7 +665,7 @@ def test_a_sparse_column_of_labels_is_named():
 
 def test_an_empty_list_is_no_vector_to_be_reshaped():
     with pytest.raises(InputError, match=r"X is empty: shape \(0,\)"):
-        ega.arrays.check_matrix([])
+        ega.data.arrays.check_matrix([])
 
 
 def test_a_number_is_no_generator():
@@ -676,11 +676,11 @@ def test_a_number_is_no_generator():
 @pytest.mark.parametrize(
     "module, call, package",
     [
-        ("langchain", "AdaptedEmbeddings(None, None)", "langchain_core"),
-        ("llamaindex", "AdaptedEmbedding(None, None)", "llama_index"),
-        ("chroma", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb"),
-        ("qdrant", "AdaptedCollection(None, 'texts', np.eye(2))", "qdrant_client"),
-        ("qdrant", "migrate_collection(None, 'texts', np.eye(2))", "qdrant_client"),
+        ("deploy.langchain", "AdaptedEmbeddings(None, None)", "langchain_core"),
+        ("deploy.llamaindex", "AdaptedEmbedding(None, None)", "llama_index"),
+        ("deploy.chroma", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb"),
+        ("deploy.qdrant", "AdaptedCollection(None, 'texts', np.eye(2))", "qdrant_client"),
+        ("deploy.qdrant", "migrate_collection(None, 'texts', np.eye(2))", "qdrant_client"),
     ],
 )
 def test_a_module_of_an_optional_package_is_imported_without_it(module, call, package):

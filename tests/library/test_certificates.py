@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from ega.arrays import normalize
-from ega.certificates import (
+from ega.data.arrays import normalize
+from ega.method.certificates import (
     angle_to_chord,
     certified_queries,
     certified_radius,

@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import save_file
 
 from ega import cli
-from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
-from ega.arrays import InputError, normalize
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet, read_pack, write_pack
+from ega.data.vectors import read_embeddings, read_labels
+from ega.deploy.report import write_report
 from ega.estimator import EmbeddingAdapter
-from ega.evaluation import evaluate
-from ega.packs import EmbeddingSet, read_pack, write_pack
-from ega.report import write_report
-from ega.search import knn
-from ega.vectors import read_embeddings, read_labels
+from ega.measure.evaluation import evaluate
+from ega.measure.search import knn
+from ega.method.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
 
 COMMANDS = (
     "embed",
@@ -923,7 +923,7 @@ def test_a_device_that_is_not_there_is_found_before_the_files_are_read(data, cal
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_fit(data, call, monkeypatch):
-    from ega import files
+    from ega.data import files
 
     monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     monkeypatch.setattr(cli, "_read_inputs", None)
@@ -950,7 +950,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_fit(data, call, mon
     ],
 )
 def test_a_missing_package_is_named_before_the_work(package, extra, command, data, call, monkeypatch):
-    from ega import arrays
+    from ega.data import arrays
 
     def find(name):
         return None if name == package else True
@@ -1462,7 +1462,7 @@ class LetterCounts:
 
 
 def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
-    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     embed = ("embed", beir, "--pairs", "--encoder", "all-MiniLM-L6-v2", "-o", "set", "--dtype", "float32", "--quiet")
@@ -1533,7 +1533,7 @@ def test_texts_that_are_skipped_are_counted(beir, tmp_path, monkeypatch, call):
                 raise ValueError("empty text")
             return super().prepare(text)
 
-    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: NoEmptyText())
     monkeypatch.chdir(tmp_path)
     corpus = beir / "corpus.jsonl"
@@ -1549,7 +1549,7 @@ def test_texts_that_are_skipped_are_counted(beir, tmp_path, monkeypatch, call):
 def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_path, monkeypatch, call):
     "Texts where --show names them, ids where it does not; the page and the command have the same sentence."
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -1575,7 +1575,7 @@ def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_pa
 
 
 def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_path, monkeypatch, call):
-    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
@@ -1603,7 +1603,7 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_pa
 )
 def test_from_texts_to_an_adapted_search_in_five_commands(package, store, beir, tmp_path, monkeypatch, call):
     pytest.importorskip(package)
-    monkeypatch.setattr("ega.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     commands = (

@@ -10,9 +10,10 @@ import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
-from ega import closed_form
-from ega.arrays import InputError, normalize
-from ega.closed_form import (
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet, read_pack, write_pack
+from ega.method import closed_form
+from ega.method.closed_form import (
     WCCN,
     ClassStatistics,
     DiscriminantWhitening,
@@ -25,7 +26,6 @@ from ega.closed_form import (
     discriminant_path,
     shrunk_inverse_power,
 )
-from ega.packs import EmbeddingSet, read_pack, write_pack
 
 MAPS = [
     WCCN(),
@@ -166,10 +166,10 @@ def test_validation_keeps_whitening_that_helps_and_rejects_one_that_harms():
 
 @pytest.mark.parametrize("mean, harms", [(-2.0, True), (-0.5, False), (0.5, False)])
 def test_whitening_is_rejected_for_a_loss_of_more_than_one_standard_error(mean, harms, monkeypatch):
-    import ega.closed_form
+    import ega.method.closed_form
 
     monkeypatch.setattr(
-        ega.closed_form, "_left_out_changes", lambda *_: (mean + np.tile([-4.0, 4.0], 8)) / 100
+        ega.method.closed_form, "_left_out_changes", lambda *_: (mean + np.tile([-4.0, 4.0], 8)) / 100
     )  # of a standard error of 1.03 points
     x, y = elongated_classes()
     assert np.array_equal(ValidatedWCCN().fit(x, y).matrix_, np.eye(8)) == harms
@@ -199,10 +199,10 @@ def test_whitening_is_kept_with_too_few_classes_to_validate():
 
 @pytest.mark.parametrize("max_rows", [2, 40])
 def test_validation_uses_at_most_max_rows(max_rows, monkeypatch):
-    import ega.closed_form
+    import ega.method.closed_form
 
-    n_rows, loo_lp_at_k = [], ega.closed_form.loo_lp_at_k
-    monkeypatch.setattr(ega.closed_form, "loo_lp_at_k", lambda x, y: n_rows.append(len(x)) or loo_lp_at_k(x, y))
+    n_rows, loo_lp_at_k = [], ega.method.closed_form.loo_lp_at_k
+    monkeypatch.setattr(ega.method.closed_form, "loo_lp_at_k", lambda x, y: n_rows.append(len(x)) or loo_lp_at_k(x, y))
     ValidatedWCCN(max_rows=max_rows).fit(*elongated_classes())
     assert len(n_rows) == 8 and max(n_rows) <= max_rows
 
@@ -336,7 +336,7 @@ def test_logit_map_predicts_with_scikit_learn():
 
 def test_closed_form_imports_no_torch():
     "In a fresh process: importing the module does not load torch, which takes seconds."
-    code = "import sys, ega.closed_form; sys.exit('torch' in sys.modules)"
+    code = "import sys, ega.method.closed_form; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

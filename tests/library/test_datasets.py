@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from test_embed import QUIET, BlockEncoder, LetterCounts, photos, picture
 
-from ega.arrays import InputError
-from ega.datasets import (
+from ega.data.arrays import InputError
+from ega.data.datasets import (
     DATASETS,
     _fetch,
     _unpack,
@@ -31,8 +31,8 @@ from ega.datasets import (
     released_class_split,
     sample_per_class,
 )
-from ega.embed import embed
-from ega.packs import read_pack
+from ega.data.embed import embed
+from ega.data.packs import read_pack
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -629,7 +629,7 @@ def test_patch_torchvision_does_nothing_when_not_needed(monkeypatch):
 def test_missing_torchvision_names_its_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
-    monkeypatch.setattr("ega.datasets.patch_torchvision", lambda: None)
+    monkeypatch.setattr("ega.data.datasets.patch_torchvision", lambda: None)
     with pytest.raises(ImportError, match=r"torchvision.*ega\[encoders\]"):
         open_dataset("cifar10", tmp_path)
 

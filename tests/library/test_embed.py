@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ega.arrays import InputError
-from ega.embed import embed
-from ega.encoders import ImagePreprocessing, preprocess_image
-from ega.metrics import loo_lp_at_k
-from ega.packs import dequantize, quantize, read_pack
+from ega.data.arrays import InputError
+from ega.data.embed import embed
+from ega.data.encoders import ImagePreprocessing, preprocess_image
+from ega.data.packs import dequantize, quantize, read_pack
+from ega.measure.metrics import loo_lp_at_k
 
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]

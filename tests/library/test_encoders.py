@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from test_embed import QUIET, photos, picture
 
-from ega.arrays import InputError
-from ega.datasets import open_input_source, patch_torchvision
-from ega.embed import embed
-from ega.encoders import (
+from ega.data.arrays import InputError
+from ega.data.datasets import open_input_source, patch_torchvision
+from ega.data.embed import embed
+from ega.data.encoders import (
     ENCODERS,
     EfficientNetLite,
     ImagePreprocessing,
@@ -26,7 +26,7 @@ from ega.encoders import (
     preprocess_image,
     weights_hash,
 )
-from ega.packs import read_pack
+from ega.data.packs import read_pack
 
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
@@ -291,7 +291,7 @@ def test_dinov2_returns_its_class_token():
     needs("torch", "torchvision", "timm")
     import torch
 
-    from ega.encoders import _timm
+    from ega.data.encoders import _timm
 
     spec = ENCODERS["dinov2_large"]
     tower, transform, known = _timm(

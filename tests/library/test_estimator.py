@@ -30,7 +30,16 @@ from test_selection import world
 
 import ega
 from ega import estimator
-from ega.adapters import (
+from ega.cli import main
+from ega.data.arrays import InputError, check_and_normalize, normalize
+from ega.data.files import hash_arrays
+from ega.data.packs import EmbeddingSet, write_pack
+from ega.data.vectors import open_vectors, read_embeddings, read_labels
+from ega.deploy.report import write_report
+from ega.estimator import EmbeddingAdapter
+from ega.experiments.runs import build_config, fit_and_return_transform
+from ega.measure.evaluation import evaluate, hash_rows
+from ega.method.adapters import (
     LinearAdapter,
     LoRAAdapter,
     ReleasedEGA,
@@ -40,18 +49,9 @@ from ega.adapters import (
     scale_residual,
     transform,
 )
-from ega.arrays import InputError, check_and_normalize, normalize
-from ega.cli import main
-from ega.config import build_method_config
-from ega.estimator import EmbeddingAdapter
-from ega.evaluation import evaluate, hash_rows
-from ega.experiments.runs import build_config, fit_and_return_transform
-from ega.files import hash_arrays
-from ega.methods import fit_adapter
-from ega.packs import EmbeddingSet, write_pack
-from ega.report import write_report
+from ega.method.config import build_method_config
+from ega.method.methods import fit_adapter
 from ega.selection import Selection, select_adapter
-from ega.vectors import open_vectors, read_embeddings, read_labels
 
 root = Path(__file__).resolve().parents[2]
 EXPECTED_FAILURES = {
@@ -197,8 +197,8 @@ def test_one_bar_ends_with_the_fit_on_all_rows(capfd):
 
 def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     "Estimator, evaluation, file and index; unit rows of float32 keep their bits."
-    from ega.index import AdaptedIndex, as_transform
-    from ega.transform import transform_file
+    from ega.deploy.index import AdaptedIndex, as_transform
+    from ega.deploy.transform import transform_file
 
     e, x, y = fitted
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
@@ -707,7 +707,7 @@ def test_a_description_with_nan_is_no_json(fitted, tmp_path, number):
         lambda g: LinearAdapter(12, bias=True),
         lambda g: LoRAAdapter(12, rank=3, gen=g),
         lambda g: ReleasedEGA(12, hidden=16, gen=g),
-        lambda g: ega.adapters.PaperEGA(12, hidden=16, gen=g),
+        lambda g: ega.method.adapters.PaperEGA(12, hidden=16, gen=g),
     ],
 )
 def test_onnx_equals_torch(fitted, tmp_path, make):
@@ -978,7 +978,7 @@ def test_the_right_function_is_named_for_files_of_another(fitted, tmp_path):
     pickled = tmp_path / "e.joblib"
     pickled.write_bytes(pickle.dumps(e))
     for path, words in (
-        (plain, r"is read with ega.adapters.load_adapter\("),
+        (plain, r"with ega.method.adapters.load_adapter\("),
         (pickled, r"is read with joblib.load\("),
         (tmp_path / "a/adapter.json", "give the folder"),
         (tmp_path / "none", "none: no such adapter; expected a folder or a .safetensors file written by EmbeddingAd"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.exceptions import NotFittedError
 
-from ega.arrays import InputError, normalize
+from ega.data.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
-from ega.evaluation import (
+from ega.measure.evaluation import (
     EXTRA_NEIGHBOURS_FOR_TIES,
     caveats,
     change_against_frozen,
@@ -23,9 +23,9 @@ from ega.evaluation import (
     rows_with_classmate,
     summary_sentence,
 )
-from ega.metrics import loo_lp_at_k
-from ega.search import knn, loo_knn
-from ega.statistics import bootstrap
+from ega.measure.metrics import loo_lp_at_k
+from ega.measure.search import knn, loo_knn
+from ega.measure.statistics import bootstrap
 
 
 def clouds(classes=6, n=15, d=8, noise=0.7, seed=0):

@@ -13,12 +13,12 @@ import pytest
 import ega
 
 NAMES = [name for names in api.TASKS.values() for name in names]
-MADE_BY = {"monitor.Monitor": "fit"}  # the method that users call instead of the constructor
+MADE_BY = {"deploy.monitor.Monitor": "fit"}  # the method that users call instead of the constructor
 
 
 def main_object(name):
     "The object behind `module.attribute`."
-    module, _, attribute = name.partition(".")
+    module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(f"ega.{module}"), attribute)
 
 
@@ -48,7 +48,7 @@ def test_an_undocumented_parameter_is_named():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_run(name, tmp_path, monkeypatch):
-    if package := api.NEEDS.get(name.partition(".")[0]):
+    if package := api.NEEDS.get(name.rpartition(".")[0]):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     documented, runner = (

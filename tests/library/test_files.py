@@ -12,11 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ega import files
-from ega.arrays import InputError, encode_labels
-from ega.files import atomic_write, check_output, check_path, hash_arrays, make_folder, read_csv_columns, short_error
-from ega.packs import EmbeddingSet, write_pack
-from ega.vectors import read_labels
+from ega.data import files
+from ega.data.arrays import InputError, encode_labels
+from ega.data.files import (
+    atomic_write,
+    check_output,
+    check_path,
+    hash_arrays,
+    make_folder,
+    read_csv_columns,
+    short_error,
+)
+from ega.data.packs import EmbeddingSet, write_pack
+from ega.data.vectors import read_labels
 
 
 def test_atomic_write_leaves_a_whole_file_or_none(tmp_path):
@@ -39,7 +47,7 @@ def test_atomic_write_keeps_the_old_file_when_killed(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     code = (
-        "import os\nfrom ega.files import atomic_write\n"
+        "import os\nfrom ega.data.files import atomic_write\n"
         f"with atomic_write({str(path)!r}) as t:\n t.write_text('half'); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -9,10 +9,10 @@ from scipy.stats import ortho_group
 from test_selection import world
 
 from ega import estimate_gain, gain
-from ega.arrays import InputError, normalize, spawn_rngs
 from ega.cli import main
-from ega.closed_form import DiscriminantWhitening
-from ega.evaluation import label_hits
+from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.measure.evaluation import label_hits
+from ega.method.closed_form import DiscriminantWhitening
 from ega.selection import leave_classes_out
 
 

@@ -13,21 +13,10 @@ import pytest
 import sklearn.decomposition
 import torch
 
-from ega import index as module
-from ega.adapters import (
-    AblatedEGA,
-    BoundedDisplacementAdapter,
-    LinearAdapter,
-    LoRAAdapter,
-    ReleasedEGA,
-    adapter_fingerprint,
-    save_adapter,
-    transform,
-)
-from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, LDAMap
-from ega.estimator import EmbeddingAdapter
-from ega.index import (
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet, write_pack
+from ega.deploy import index as module
+from ega.deploy.index import (
     AdaptedIndex,
     IndexStore,
     SentenceAdapter,
@@ -42,11 +31,22 @@ from ega.index import (
     save_transform,
     to_pretransform,
 )
-from ega.packs import EmbeddingSet, write_pack
-from ega.search import knn
+from ega.estimator import EmbeddingAdapter
+from ega.measure.search import knn
+from ega.method.adapters import (
+    AblatedEGA,
+    BoundedDisplacementAdapter,
+    LinearAdapter,
+    LoRAAdapter,
+    ReleasedEGA,
+    adapter_fingerprint,
+    save_adapter,
+    transform,
+)
+from ega.method.closed_form import WCCN, LDAMap
 from ega.testing import error_message
 
-faiss = pytest.importorskip("faiss", reason="ega.index needs FAISS: pip install 'ega[cpu]'")
+faiss = pytest.importorskip("faiss", reason="ega.deploy.index needs FAISS: pip install 'ega[cpu]'")
 D, N = 24, 900
 
 

@@ -7,14 +7,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from ega.adapters import LinearAdapter, transform
-from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, LDAMap
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet
+from ega.deploy.index import as_transform
+from ega.deploy.lance import AdaptedTable, activate, active_column, migrate_table, open_table, write_table
 from ega.estimator import EmbeddingAdapter
-from ega.index import as_transform
-from ega.lance import AdaptedTable, activate, active_column, migrate_table, open_table, write_table
-from ega.packs import EmbeddingSet
-from ega.search import knn
+from ega.measure.search import knn
+from ega.method.adapters import LinearAdapter, transform
+from ega.method.closed_form import WCCN, LDAMap
 from ega.testing import error_message
 
 lancedb = pytest.importorskip("lancedb", reason="needs LanceDB: pip install 'ega[deploy]'")

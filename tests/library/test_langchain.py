@@ -6,13 +6,13 @@ import cranfield
 import numpy as np
 import pytest
 
-from ega.arrays import InputError
+from ega.data.arrays import InputError
 
 pytest.importorskip("langchain_core", reason="needs LangChain: pip install 'ega[langchain]'")
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from ega.langchain import AdaptedEmbeddings
+from ega.deploy.langchain import AdaptedEmbeddings
 
 DOCUMENTS = dict(zip(cranfield.DOCUMENT_IDS.tolist(), (cranfield.XD * 3).tolist()))  # of any norm
 QUERIES = dict(zip([f"q{i}" for i in range(20)], (cranfield.XQ * 0.5).tolist()))

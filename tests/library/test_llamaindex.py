@@ -7,7 +7,7 @@ import cranfield
 import numpy as np
 import pytest
 
-from ega.arrays import InputError
+from ega.data.arrays import InputError
 
 pytest.importorskip("llama_index.core", reason="needs LlamaIndex: pip install 'ega[llamaindex]'")
 from llama_index.core import VectorStoreIndex
@@ -15,7 +15,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.schema import TextNode
 
-from ega.llamaindex import AdaptedEmbedding
+from ega.deploy.llamaindex import AdaptedEmbedding
 
 DOCUMENTS = dict(zip(cranfield.DOCUMENT_IDS.tolist(), (cranfield.XD * 3).tolist()))  # of any norm
 QUERIES = dict(zip([f"q{i}" for i in range(20)], (cranfield.XQ * 0.5).tolist()))

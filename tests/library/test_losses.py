@@ -22,9 +22,9 @@ from sklearn.base import clone
 from torch.nn import functional as F
 
 from ega import EmbeddingAdapter, read_pack
-from ega.adapters import LinearAdapter
-from ega.arrays import InputError, check_and_normalize, encode_labels, spawn_rngs
-from ega.config import (
+from ega.data.arrays import InputError, check_and_normalize, encode_labels, spawn_rngs
+from ega.method.adapters import LinearAdapter
+from ega.method.config import (
     METHODS,
     AdapterConfig,
     LossConfig,
@@ -34,7 +34,7 @@ from ega.config import (
     config_to_dict,
     parse_config,
 )
-from ega.losses import (
+from ega.method.losses import (
     LOSSES,
     check_loss_options,
     cosface,
@@ -51,9 +51,9 @@ from ega.losses import (
     triplet,
     triplet_violations,
 )
-from ega.methods import build_objective
+from ega.method.methods import build_objective
+from ega.method.training import pairwise_objective, train
 from ega.testing import EXAMPLES, circle_points
-from ega.training import pairwise_objective, train
 
 root = Path(__file__).resolve().parents[2]
 A, D, B, E, P = (tuple(map(torch.tensor, EXAMPLES[k])) for k in "ADBEP")
@@ -542,7 +542,7 @@ LABELS = {
 def test_contrastive_gradients_equal_those_of_autograd(loss, labels, n, d, onednn, monkeypatch):
     "In float64 and, also with oneDNN's products, in float32; a gradient that reaches the loss is multiplied in."
     if not onednn:
-        monkeypatch.setattr("ega.arrays._onednn_linear", lambda: None)
+        monkeypatch.setattr("ega.data.arrays._onednn_linear", lambda: None)
     y, z64 = LABELS[labels](n), F.normalize(torch.randn(n, d, dtype=torch.float64, generator=seeded_generator()), dim=1)
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         for tau in (1.0, 0.07, 0.01):
@@ -919,9 +919,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from torch.nn import functional as F
 from ega import EmbeddingAdapter
-from ega.losses import register_loss
-from ega.methods import AdapterConfig, LossConfig, MethodConfig
-from ega.training import TrainConfig
+from ega.method.losses import register_loss
+from ega.method.methods import AdapterConfig, LossConfig, MethodConfig
+from ega.method.training import TrainConfig
 
 {source}
 
@@ -1009,7 +1009,7 @@ def test_a_loss_that_cannot_be_pickled_or_read_is_missing_in_the_other_process(r
 @pytest.mark.parametrize(
     "name, loss, words",
     [
-        ("supcon", circle, "the name 'supcon' is taken by ega.losses.supcon; choose another name"),
+        ("supcon", circle, "the name 'supcon' is taken by ega.method.losses.supcon; choose another name"),
         ("circle", lambda z, y: 0 * z.sum(), "the name 'circle' is taken by .*test_losses.circle"),
         (3, circle, "the name of a loss must be a text, got 3"),
         (" ", circle, "the name of a loss must be a text, got ' '"),

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from ega import methods
-from ega.adapters import (
+from ega.data.arrays import InputError, normalize
+from ega.measure.metrics import cosine_std_of_negative_pairs
+from ega.method import methods
+from ega.method.adapters import (
     LinearAdapter,
     PaperEGA,
     ReleasedEGA,
@@ -19,9 +21,8 @@ from ega.adapters import (
     save_adapter,
     transform,
 )
-from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, ClassStatistics, DiscriminantWhitening, ValidatedWCCN
-from ega.config import (
+from ega.method.closed_form import WCCN, ClassStatistics, DiscriminantWhitening, ValidatedWCCN
+from ega.method.config import (
     ABLATIONS,
     BASELINES,
     DEFAULT_EPOCHS,
@@ -37,8 +38,8 @@ from ega.config import (
     parse_config,
     uses_gradient_training,
 )
-from ega.losses import LOSSES, nca, register_loss, supcon
-from ega.methods import (
+from ega.method.losses import LOSSES, nca, register_loss, supcon
+from ega.method.methods import (
     build_adapter,
     build_objective,
     fit_adapter,
@@ -47,7 +48,6 @@ from ega.methods import (
     fit_path,
     needed_rows,
 )
-from ega.metrics import cosine_std_of_negative_pairs
 
 TRAINED = [name for name in METHODS if uses_gradient_training(name)]
 
@@ -400,7 +400,7 @@ def test_fit_method_resumes_from_its_checkpoint(tmp_path):
 # independence of the experiments
 
 
-@pytest.mark.parametrize("module", ("ega.methods", "ega.selection"))
+@pytest.mark.parametrize("module", ("ega.method.methods", "ega.selection"))
 def test_library_does_not_import_experiments(module):
     "In a fresh process: the default number of epochs is the library's own."
     code = f"import sys, {module}; print([m for m in sys.modules if m.startswith('ega.experiments')])"
@@ -518,5 +518,5 @@ def test_settings_without_effect_are_refused(make, words):
 
 def test_entry_of_another_type_is_no_method(monkeypatch):
     monkeypatch.setitem(METHODS, "bad", 3)
-    with pytest.raises(InputError, match="method must be a key of ega.config.METHODS"):
+    with pytest.raises(InputError, match="method must be a key of ega.method.config.METHODS"):
         build_method_config("bad")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ega.arrays import InputError, normalize, spawn_rngs
-from ega.metrics import (
+from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.measure.metrics import (
     _draw_pairs,
     ar_at_k,
     cosine_std_of_negative_pairs,
@@ -19,7 +19,7 @@ from ega.metrics import (
     pair_separation,
     random_pair_separation,
 )
-from ega.search import Neighbours, ivf_sweep, knn
+from ega.measure.search import Neighbours, ivf_sweep, knn
 from ega.testing import circle_points, simplex_vertices
 
 

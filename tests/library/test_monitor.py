@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from ega.adapters import LinearAdapter, ReleasedEGA, transform
-from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN, LDAMap
+from ega.data.arrays import InputError, normalize
+from ega.deploy.index import as_transform
+from ega.deploy.monitor import Monitor, drift_test, permutation_test, query_signals
 from ega.estimator import EmbeddingAdapter
-from ega.evaluation import hash_rows
-from ega.index import as_transform
-from ega.monitor import Monitor, drift_test, permutation_test, query_signals
+from ega.measure.evaluation import hash_rows
+from ega.method.adapters import LinearAdapter, ReleasedEGA, transform
+from ega.method.closed_form import WCCN, LDAMap
 from ega.testing import error_message
 
 D = 12
@@ -175,7 +175,7 @@ def test_check_reports_and_counts_batches():
 
 @pytest.mark.parametrize("p, alert", ((0.005, True), (0.0051, False), (0.04, False)))
 def test_threshold_is_significance_over_horizon(monkeypatch, p, alert):
-    monkeypatch.setattr("ega.monitor.permutation_test", lambda *a, **k: (p, np.zeros(3)))
+    monkeypatch.setattr("ega.deploy.monitor.permutation_test", lambda *a, **k: (p, np.zeros(3)))
     assert Monitor.fit(unit(60, 10), WHITE, gallery, horizon=10).check(unit(9, 11)).alert == alert
 
 

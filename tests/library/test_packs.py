@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ega.packs
-from ega.arrays import InputError, normalize, spawn_rngs
-from ega.packs import (
+import ega.data.packs
+from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.packs import (
     PACK_DTYPES,
     EmbeddingSet,
     Split,
@@ -125,8 +125,8 @@ def test_both_parquet_encodings_decode_to_the_same_rows(tmp_path):
 
 def test_pack_of_another_writer_is_scaled_to_unit_rows(pack, tmp_path):
     "Another writer may choose scales that do not give unit rows, for example the largest entry of each row."
-    from ega.files import hash_arrays
-    from ega.packs import _hash_all_but_matrix
+    from ega.data.files import hash_arrays
+    from ega.data.packs import _hash_all_but_matrix
 
     es, table = read_pack(pack), pq.read_table(pack)
     scale = table["scale"].to_numpy() * np.float32(7)
@@ -318,7 +318,7 @@ def test_a_file_of_another_kind_is_named_with_its_reader(tmp_path, ending, reade
 
 
 def test_docstring_examples():
-    result = doctest.testmod(ega.packs)
+    result = doctest.testmod(ega.data.packs)
     assert result.attempted and not result.failed
 
 

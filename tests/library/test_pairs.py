@@ -9,9 +9,11 @@ import torch
 
 from ega import EmbeddingAdapter, InputError, evaluate
 from ega import pairs as module
-from ega.adapters import transform
-from ega.arrays import normalize
-from ega.config import TrainConfig
+from ega.data.arrays import normalize
+from ega.data.relevance import ranking_metrics
+from ega.measure.search import knn
+from ega.method.adapters import transform
+from ega.method.config import TrainConfig
 from ega.pairs import (
     PAIR_CANDIDATES,
     SIDES,
@@ -25,8 +27,6 @@ from ega.pairs import (
     select_pair_adapter,
     whiten_pairs,
 )
-from ega.relevance import ranking_metrics
-from ega.search import knn
 
 
 def planted(n_documents=60, queries_each=2, d=16, seed=0):

@@ -9,15 +9,15 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from test_selection import world
 
-from ega.adapters import LinearAdapter, transform
-from ega.arrays import InputError, normalize, spawn_rngs
 from ega.cli import main
-from ega.closed_form import ClassStatistics
-from ega.config import build_method_config
+from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.packs import row_split
 from ega.estimator import EmbeddingAdapter, estimate_update
-from ega.evaluation import label_hits
-from ega.methods import can_update, fit_adapter, update_adapter
-from ega.packs import row_split
+from ega.measure.evaluation import label_hits
+from ega.method.adapters import LinearAdapter, transform
+from ega.method.closed_form import ClassStatistics
+from ega.method.config import build_method_config
+from ega.method.methods import can_update, fit_adapter, update_adapter
 
 CLOSED = ["wccn", "discriminant_whitening"]
 ROUNDING = 2e-6  # of float32 rows of norm 1; the sums are of float64
@@ -333,7 +333,7 @@ def test_an_adapter_of_another_version_is_named(rows, tmp_path):
 
 def test_an_index_of_the_earlier_adapter_is_refused(rows, tmp_path):
     pytest.importorskip("faiss")
-    from ega.index import AdaptedIndex
+    from ega.deploy.index import AdaptedIndex
 
     x, y, first = rows
     adapter = fit(x[first], y[first])

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega.arrays import InputError, check_labels, normalize, spawn_rngs
-from ega.config import METHODS, config_to_dict, parse_config
+from ega.data.arrays import InputError, check_labels, normalize, spawn_rngs
+from ega.data.files import open_npy, read_csv_columns, read_npz
+from ega.data.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, write_pack
 from ega.estimator import EmbeddingAdapter
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import RunConfig, build_config
-from ega.files import open_npy, read_csv_columns, read_npz
-from ega.metrics import ar_at_k, lp_at_k
-from ega.packs import EmbeddingSet, Split, read_pack, row_split, split_classes, write_pack
-from ega.search import knn, loo_knn
+from ega.measure.metrics import ar_at_k, lp_at_k
+from ega.measure.search import knn, loo_knn
+from ega.measure.statistics import bootstrap, cluster_bootstrap_means
+from ega.method.active_ratio import index_rows_by_class, random_batch_triplets, random_dataset_triplets
+from ega.method.config import METHODS, config_to_dict, parse_config
 from ega.selection import leave_classes_out, pick_candidate, score_candidates
-from ega.sparsity import index_rows_by_class, random_batch_triplets, random_dataset_triplets
-from ega.statistics import bootstrap, cluster_bootstrap_means
 
 SEEDS = st.integers(0, 2**32 - 1)
 LABELS = hnp.arrays(np.int64, st.integers(1, 60), elements=st.integers(-1, 8))

@@ -10,18 +10,18 @@ import cranfield
 import numpy as np
 import pytest
 
-from ega.arrays import InputError, normalize
-from ega.closed_form import WCCN
+from ega.data.arrays import InputError, normalize
+from ega.data.packs import EmbeddingSet
+from ega.deploy.index import as_search_transforms, as_transform
 from ega.estimator import EmbeddingAdapter
-from ega.index import as_search_transforms, as_transform
-from ega.packs import EmbeddingSet
-from ega.search import knn
+from ega.measure.search import knn
+from ega.method.closed_form import WCCN
 from ega.testing import error_message
 
 pytest.importorskip("qdrant_client", reason="needs Qdrant: pip install 'ega[qdrant]'")
 from qdrant_client import QdrantClient, models
 
-from ega.qdrant import (
+from ega.deploy.qdrant import (
     AdaptedCollection,
     activate,
     active_vector,
@@ -153,7 +153,7 @@ def test_a_killed_migration_leaves_the_raw_vectors_searchable(tmp_path, n_batche
     code = f"""
 import os, signal, numpy as np
 from qdrant_client import QdrantClient
-from ega.qdrant import migrate_collection
+from ega.deploy.qdrant import migrate_collection
 client, calls = QdrantClient(path={str(tmp_path / "q")!r}), []
 write = client.update_vectors
 def dying(*args, **kwargs):

@@ -13,7 +13,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import average_precision_score, ndcg_score
 
 from ega import EmbeddingSet, InputError, normalize
-from ega.relevance import (
+from ega.data.relevance import (
     PairTable,
     RelevanceSet,
     check_pairs,
@@ -30,7 +30,7 @@ from ega.relevance import (
     split_by_query,
     write_relevance_set,
 )
-from ega.search import knn
+from ega.measure.search import knn
 
 PACKS = Path(__file__).resolve().parents[2] / "data/packs"
 SETS = ("scifact", "cranfield", "npl", "med")
@@ -462,7 +462,7 @@ def test_the_committed_packs_hold_no_texts_and_are_small():
 
 
 def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, monkeypatch):
-    from ega import relevance as module
+    from ega.data import relevance as module
 
     write_relevance_set(random_set(0), tmp_path / "set")
     written, write_pack = [], module.write_pack

@@ -23,19 +23,22 @@ import torch
 from fuzzing import Letters, labels, repository, rows
 from test_selection import world
 
-from ega import cli, datasets, embed, packs, training, transform
-from ega.adapters import LinearAdapter, ReleasedEGA, save_adapter
-from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
-from ega.closed_form import WCCN
-from ega.config import TrainConfig
+from ega import cli
+from ega.data import datasets, embed, packs
+from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.files import atomic_write, hash_arrays
+from ega.deploy import transform
+from ega.deploy.index import AdaptedIndex, IndexStore
+from ega.deploy.monitor import Monitor
 from ega.estimator import EmbeddingAdapter
-from ega.evaluation import evaluate
 from ega.experiments import grids, runs
-from ega.files import atomic_write, hash_arrays
-from ega.index import AdaptedIndex, IndexStore
-from ega.monitor import Monitor
-from ega.search import knn, loo_knn
-from ega.sparsity import index_rows_by_class, random_dataset_triplets
+from ega.measure.evaluation import evaluate
+from ega.measure.search import knn, loo_knn
+from ega.method import training
+from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
+from ega.method.adapters import LinearAdapter, ReleasedEGA, save_adapter
+from ega.method.closed_form import WCCN
+from ega.method.config import TrainConfig
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CONFIG = runs.build_config("unseen", "cub100", "supcon", hidden=8, epochs=3)
@@ -324,10 +327,10 @@ def test_ctrl_c_at_any_line_ends_the_work(tmp_path, count, pytestconfig, name):
 
 MIGRATION = """
 import sys, time
-from ega.closed_form import WCCN
-from ega.packs import read_pack
-from ega.index import as_transform
-from ega.lance import migrate_table, write_table
+from ega.method.closed_form import WCCN
+from ega.data.packs import read_pack
+from ega.deploy.index import as_transform
+from ega.deploy.lance import migrate_table, write_table
 es = read_pack(sys.argv[1]); m = as_transform(WCCN(.3).fit(es.x, es.y))
 def adapted(x): print("batch", flush=True); time.sleep(.05); return m.transform(x)
 migrate_table(write_table(sys.argv[2], es, batch_size=40), m._replace(adapt=adapted), batch_size=16)
@@ -338,7 +341,7 @@ print("done", flush=True)
 def test_table_migration_resumes_after_kills(tmp_path, count):
     "Killed in batches 1, 2 and 5, the old column stays active and the new one equals that of an unbroken run."
     pytest.importorskip("lancedb")
-    from ega.lance import active_column, open_table
+    from ega.deploy.lance import active_column, open_table
 
     es = packs.EmbeddingSet(
         normalize(rows(200)),
@@ -609,7 +612,7 @@ def test_commands_name_a_folder_that_is_not_writable(capfd, count):
 BITS = """
 import json, sys; sys.path.insert(0, {tests!r})
 from test_reliability import *
-from ega.adapters import transform
+from ega.method.adapters import transform
 from threadpoolctl import threadpool_limits
 x = normalize(np.random.default_rng(0).normal(size=(600, 96))); y = np.arange(600) % 20
 for n in (1, 2, 2):
@@ -755,9 +758,9 @@ def test_extreme_inputs_are_counted(count):
 MILLION = """
 import sys, numpy as np, torch
 from pathlib import Path
-from ega.adapters import LinearAdapter
-from ega.arrays import peak_memory_mb
-from ega.transform import transform_file
+from ega.method.adapters import LinearAdapter
+from ega.data.arrays import peak_memory_mb
+from ega.deploy.transform import transform_file
 from ega.experiments.throughput import _write_synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])
 _write_synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))

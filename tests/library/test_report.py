@@ -11,13 +11,9 @@ import pandas as pd
 import pytest
 from sklearn.exceptions import NotFittedError
 
-from ega.arrays import InputError, normalize
-from ega.datasets import read_csv_source
-from ega.estimator import EmbeddingAdapter
-from ega.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
-from ega.metrics import loo_lp_at_k
-from ega.pairs import evaluate_pairs
-from ega.report import (
+from ega.data.arrays import InputError, normalize
+from ega.data.datasets import read_csv_source
+from ega.deploy.report import (
     EffectiveRankStats,
     _colour,
     collapse_warning,
@@ -28,6 +24,10 @@ from ega.report import (
     write_pair_report,
     write_report,
 )
+from ega.estimator import EmbeddingAdapter
+from ega.measure.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
+from ega.measure.metrics import loo_lp_at_k
+from ega.pairs import evaluate_pairs
 
 
 def clusters(n=240, classes=12, seed=0, noise=1.0):
@@ -178,7 +178,7 @@ def test_examples_are_captured_lost_and_gained_queries_with_their_nearest_neighb
 
 
 def test_curve_between_its_ends_is_the_evaluation_of_the_mixture(spaces, c):
-    from ega.adapters import interpolate
+    from ega.method.adapters import interpolate
 
     x, z, y = spaces
     half = evaluate_embeddings(x, interpolate(x, z, 0.5), y, *groups(y))
@@ -283,7 +283,7 @@ def test_errors_leave_no_file(spaces, c, tmp_path):
 def test_wrong_ending_and_missing_packages_are_found_before_the_work(spaces, tmp_path, monkeypatch):
     x, _, y = spaces
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
-    monkeypatch.setattr("ega.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
+    monkeypatch.setattr("ega.deploy.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
     with pytest.raises(InputError, match="expected a file ending in .html or .md"):
         write_report(e, x, y, tmp_path / "r.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)

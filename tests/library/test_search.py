@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ega import search
-from ega.arrays import InputError, normalize
-from ega.search import SearchConfig, build_ivf, ivf_search, ivf_sweep, knn, loo_knn
+from ega.data.arrays import InputError, normalize
+from ega.measure import search
+from ega.measure.search import SearchConfig, build_ivf, ivf_search, ivf_sweep, knn, loo_knn
 
 ROOT = Path(__file__).parents[2]
 faiss = pytest.importorskip("faiss")
@@ -263,7 +263,7 @@ def test_memory_of_many_equal_rows_is_bounded():
 
 PEAK = """
 import resource, numpy as np
-from ega.search import loo_knn
+from ega.measure.search import loo_knn
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
 x = np.random.default_rng(0).random(size=(20_000, 128), dtype="f4")
 before = peak()
@@ -360,7 +360,7 @@ def test_ivf_is_deterministic_and_seeded():
 
 SCRIPT = """
 import sys, hashlib, numpy as np
-from ega.search import knn, loo_knn, ivf_sweep
+from ega.measure.search import knn, loo_knn, ivf_sweep
 x = np.random.default_rng(0).normal(size=(3000, 32)).astype("f4")
 a, b = loo_knn(x, 5, device="cpu"), ivf_sweep(x[:300], x, nlist=12, nprobes=(2,), k=5, device="cpu")[2]
 print(hashlib.sha256(b"".join(v.tobytes() for v in (*a, *b))).hexdigest())
@@ -398,7 +398,7 @@ def test_read_only_arrays_are_searched_without_a_warning_of_torch(recwarn):
 def test_exact_search_needs_neither_torch_nor_faiss():
     script = """
 import sys, numpy as np
-from ega.search import knn
+from ega.measure.search import knn
 knn(np.eye(3), np.eye(3), 2, device="cpu")
 print([m for m in ("torch", "faiss") if m in sys.modules])
 """

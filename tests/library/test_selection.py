@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from ega import selection
-from ega.adapters import transform
-from ega.arrays import InputError, normalize, spawn_rngs
-from ega.config import METHODS
-from ega.evaluation import label_hits
-from ega.methods import fit_adapter, fit_path
+from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.measure.evaluation import label_hits
+from ega.measure.statistics import cluster_bootstrap_means
+from ega.method.adapters import transform
+from ega.method.config import METHODS
+from ega.method.methods import fit_adapter, fit_path
+from ega.method.training import TrainConfig
 from ega.selection import (
     MIN_CLASSES,
     FitProgress,
@@ -27,8 +29,6 @@ from ega.selection import (
     score_candidates,
     select_adapter,
 )
-from ega.statistics import cluster_bootstrap_means
-from ega.training import TrainConfig
 
 
 def world(seed, shared=True, classes=12, n=14, d=12):

@@ -5,9 +5,8 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from ega.arrays import InputError
-from ega.losses import triplet
-from ega.sparsity import (
+from ega.data.arrays import InputError
+from ega.method.active_ratio import (
     active_ratio,
     batch_triplets_from_numbers,
     dataset_triplets_from_numbers,
@@ -17,6 +16,7 @@ from ega.sparsity import (
     random_numbers_for_dataset_triplets,
     triplet_active_ratio,
 )
+from ega.method.losses import triplet
 
 
 def gen(seed=0):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ega.arrays import InputError, spawn_rngs
-from ega.statistics import (
+from ega.data.arrays import InputError, spawn_rngs
+from ega.measure.statistics import (
     _draw_sums,
     _mean_squares,
     bootstrap,

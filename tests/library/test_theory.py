@@ -5,14 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from ega.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
-from ega.arrays import InputError, spawn_rngs, torch_generator
-from ega.config import TrainConfig
-from ega.losses import supcon, triplet_violations
-from ega.metrics import displacement
-from ega.sparsity import Triplets, dataset_triplets_from_numbers, index_rows_by_class
-from ega.testing import error_message
-from ega.theory import (
+from ega.data.arrays import InputError, spawn_rngs, torch_generator
+from ega.measure.metrics import displacement
+from ega.method.active_ratio import Triplets, dataset_triplets_from_numbers, index_rows_by_class
+from ega.method.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
+from ega.method.config import TrainConfig
+from ega.method.losses import supcon, triplet_violations
+from ega.method.theory import (
     TrajectoryRecorder,
     adapter_parameters,
     drift_bounds,
@@ -27,7 +26,8 @@ from ega.theory import (
     triplet_gradient_norms,
     triplet_gradients,
 )
-from ega.training import LossOutput, Objective, dataset_triplet_objective, pairwise_objective, train
+from ega.method.training import LossOutput, Objective, dataset_triplet_objective, pairwise_objective, train
+from ega.testing import error_message
 
 
 def random_adapter(d=6, hidden=5, seed=0):

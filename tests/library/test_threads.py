@@ -9,15 +9,18 @@ import pytest
 import torch
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from ega import EmbeddingAdapter, estimator, methods, search, selection, threads
-from ega.adapters import LinearAdapter
-from ega.arrays import normalize, spawn_rngs
-from ega.closed_form import WCCN
-from ega.config import TrainConfig, build_method_config
-from ega.search import knn, loo_knn
+from ega import EmbeddingAdapter, estimator, selection
+from ega.data import threads
+from ega.data.arrays import normalize, spawn_rngs
+from ega.data.threads import PARALLEL_FLOPS, limit_threads, usable_cores
+from ega.measure import search
+from ega.measure.search import knn, loo_knn
+from ega.method import methods
+from ega.method.adapters import LinearAdapter
+from ega.method.closed_form import WCCN
+from ega.method.config import TrainConfig, build_method_config
+from ega.method.training import Objective, pairwise_objective, train
 from ega.testing import simplex_vertices
-from ega.threads import PARALLEL_FLOPS, limit_threads, usable_cores
-from ega.training import Objective, pairwise_objective, train
 
 
 def numbers():

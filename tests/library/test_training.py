@@ -13,14 +13,14 @@ import pytest
 import torch
 from test_losses import circle
 
-from ega.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
-from ega.arrays import InputError, normalize, spawn_rngs, torch_generator
-from ega.config import TrainConfig
-from ega.files import hash_arrays
-from ega.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repulsion, register_loss, supcon
-from ega.methods import LossConfig, build_objective
-from ega.sparsity import index_rows_by_class, random_dataset_triplets
-from ega.training import (
+from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.files import hash_arrays
+from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
+from ega.method.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
+from ega.method.config import TrainConfig
+from ega.method.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repulsion, register_loss, supcon
+from ega.method.methods import LossConfig, build_objective
+from ega.method.training import (
     _hinge_of_batch,
     _mean_hinge,
     _StackedRuns,
@@ -178,7 +178,7 @@ def test_skipping_rows_does_not_change_the_gradient(kind, margin):
 
 def test_backward_pass_uses_only_rows_with_gradient(monkeypatch):
     "One active triplet among 40 rows: three rows enter the matrix products; without an active triplet: none."
-    from ega import adapters
+    from ega.method import adapters
 
     counts, rows_with_gradient = [], adapters._rows_with_gradient
 
@@ -370,7 +370,7 @@ KILLED = textwrap.dedent("""
     import sys, time
     sys.path.insert(0, {tests!r})
     from test_training import *
-    from ega.training import Objective
+    from ega.method.training import Objective
     x, y = make_data()
     original = OBJECTIVES[{name!r}](x, y)
     def slow(*a, **k): time.sleep(.02); return original.step(*a, **k)

@@ -22,16 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runs import make_packs
 
-from ega import transform as transform_module
-from ega.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
-from ega.arrays import InputError, as_unit_rows, linear, normalize
-from ega.closed_form import ClassStatistics, class_statistics
+from ega.data.arrays import InputError, as_unit_rows, linear, normalize
+from ega.data.packs import EmbeddingSet, read_pack, write_pack
+from ega.data.vectors import open_vectors, read_embeddings
+from ega.deploy import transform as transform_module
+from ega.deploy.transform import transform_file, transform_ray
 from ega.experiments import throughput
 from ega.experiments.grids import ResultStore, run_grid_ray
 from ega.experiments.runs import build_config, run_experiment
-from ega.packs import EmbeddingSet, read_pack, write_pack
-from ega.transform import transform_file, transform_ray
-from ega.vectors import open_vectors, read_embeddings
+from ega.method.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
+from ega.method.closed_form import ClassStatistics, class_statistics
 
 D = 16
 ONE = dict(device="cpu", threads=1)
@@ -281,7 +281,7 @@ def test_parquet_blocks_equal_slices(tmp_path_factory, n, first, size, group):
 
 CHILD = """
 import sys
-from ega import transform as transform_module
+from ega.deploy import transform as transform_module
 transform_module.BLOCK_BYTES = 4*16*200
 threads = int(sys.argv[4])
 transform_module.transform_file(*sys.argv[1:4], batch_size=200, device="cpu", threads=threads)
@@ -357,8 +357,8 @@ FORKS = """
 import json, os, signal, sys
 from pathlib import Path
 import numpy, pandas, pyarrow.parquet as pq, resource, torch  # pandas: or pyarrow imports it in every fork
-from ega import transform as transform_module
-from ega.adapters import load_adapter
+from ega.deploy import transform as transform_module
+from ega.method.adapters import load_adapter
 
 def count_down():
     global left
@@ -794,10 +794,10 @@ def test_bad_file_of_a_folder_is_found_before_computing(tmp_path):
 MEMORY = """
 import sys
 import numpy, torch, pyarrow.parquet
-from ega.adapters import LinearAdapter
-from ega import transform as transform_module
-from ega.arrays import peak_memory_mb
-from ega.transform import transform_file
+from ega.method.adapters import LinearAdapter
+from ega.deploy import transform as transform_module
+from ega.data.arrays import peak_memory_mb
+from ega.deploy.transform import transform_file
 transform_module.BLOCK_BYTES = 2**21
 for source in sys.argv[1:]:
     transform_file(LinearAdapter(512), source, source.replace("x", "z"), device="cpu", threads=1)

@@ -22,27 +22,9 @@ from ega import (
     read_pack,
     write_pack,
 )
-from ega.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
-from ega.arrays import spawn_rngs
-from ega.closed_form import (
-    WCCN,
-    ClassStatistics,
-    DiscriminantWhitening,
-    LDAMap,
-    PCAMap,
-    ValidatedWCCN,
-    class_statistics,
-    discriminant_path,
-)
-from ega.config import TrainConfig, build_method_config
-from ega.embed import embed
-from ega.estimator import estimate_update
-from ega.index import IndexStore
-from ega.losses import supcon
-from ega.methods import fit_adapter, update_adapter
-from ega.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
-from ega.pairs import PairConfig, evaluate_pairs, select_pair_adapter, whiten_pairs
-from ega.relevance import (
+from ega.data.arrays import spawn_rngs
+from ega.data.embed import embed
+from ega.data.relevance import (
     RelevanceSet,
     embed_relevance,
     evaluate_ranking,
@@ -54,10 +36,14 @@ from ega.relevance import (
     split_by_query,
     write_relevance_set,
 )
-from ega.report import write_report
-from ega.search import build_ivf, ivf_search, ivf_sweep, knn
-from ega.selection import select_adapter
-from ega.statistics import (
+from ega.data.vectors import check_same_order
+from ega.deploy.index import IndexStore
+from ega.deploy.report import write_report
+from ega.deploy.transform import transform_file
+from ega.estimator import estimate_update
+from ega.measure.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
+from ega.measure.search import build_ivf, ivf_search, ivf_sweep, knn
+from ega.measure.statistics import (
     bootstrap,
     bootstrap_worst,
     class_means,
@@ -71,9 +57,23 @@ from ega.statistics import (
     required_queries,
     variance_components,
 )
-from ega.training import pairwise_objective, train
-from ega.transform import transform_file
-from ega.vectors import check_same_order
+from ega.method.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
+from ega.method.closed_form import (
+    WCCN,
+    ClassStatistics,
+    DiscriminantWhitening,
+    LDAMap,
+    PCAMap,
+    ValidatedWCCN,
+    class_statistics,
+    discriminant_path,
+)
+from ega.method.config import TrainConfig, build_method_config
+from ega.method.losses import supcon
+from ega.method.methods import fit_adapter, update_adapter
+from ega.method.training import pairwise_objective, train
+from ega.pairs import PairConfig, evaluate_pairs, select_pair_adapter, whiten_pairs
+from ega.selection import select_adapter
 
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
 MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
@@ -168,23 +168,23 @@ def make_calls(folder):
         return lambda x, y, **parameters: cls(**parameters).fit(x, y).transform(x)
 
     return {
-        "embed.embed": [
+        "data.embed.embed": [
             (embed_texts, {}, dict.fromkeys(("shard_rows", "threads", "processes"), NUMBERS)),
             (embed_texts, {}, {"batch_size": NUMBERS[1:], "dtype": TEXTS, "on_error": TEXTS, "out": PATHS}),
             (embed_texts, {}, {"source": OBJECTS, "encoder": OBJECTS}),
         ],
-        "packs.EmbeddingSet": [
+        "data.packs.EmbeddingSet": [
             (EmbeddingSet, data, {"x": MATRICES, "y": LABELS, "ids": OBJECTS[1:], "split": OBJECTS[1:]}),
             (es.take, {"index": [0, 3]}, {"index": (3, "a", [1.5], [10**6], [True], len)}),
             (EmbeddingSet, data, {"classes": (3, "x", object(), len), "meta": (None, 3, "x", [3], object(), len)}),
         ],
-        "packs.read_pack": [(read_pack, {"path": out("p.parquet")}, {"path": PATHS})],
-        "packs.write_pack": [
+        "data.packs.read_pack": [(read_pack, {"path": out("p.parquet")}, {"path": PATHS})],
+        "data.packs.write_pack": [
             (write_pack, dict(embeddings=es, path=out("q.parquet")), {"embeddings": OBJECTS, "path": PATHS}),
             (write_pack, dict(embeddings=es, path=out("q.parquet")), {"dtype": TEXTS, "max_code": (*NUMBERS, 500)}),
         ],
-        "arrays.normalize": [(normalize, {"x": x}, {"x": (*MATRICES, es, *TENSORS)})],
-        "vectors.check_same_order": [
+        "data.arrays.normalize": [(normalize, {"x": x}, {"x": (*MATRICES, es, *TENSORS)})],
+        "data.vectors.check_same_order": [
             (check_same_order, dict(source=out("p.parquet"), labels=out("order.csv")), {"source": PATHS}),
             (check_same_order, dict(source=out("p.parquet"), labels=out("order.csv")), {"labels": PATHS}),
         ],
@@ -216,7 +216,7 @@ def make_calls(folder):
             (select_adapter, data | {"candidates": ("wccn",)}, {"progress": OBJECTS[1:]}),
             (select_adapter, data | {"candidates": ("wccn",)}, {"x": MATRICES, "y": LABELS}),
         ],
-        "methods.fit_adapter": [
+        "method.methods.fit_adapter": [
             (fit_adapter, data | {"config": build_method_config("wccn")}, {"config": OBJECTS, "x": MATRICES}),
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"y": LABELS}),
             (fit_adapter, data | {"config": build_method_config("linear_supcon", epochs=1)}, {"device": DEVICES}),
@@ -233,29 +233,29 @@ def make_calls(folder):
             ),
             (build_method_config, {"method": "supcon"}, {"method": OBJECTS, "epochs": NUMBERS}),
         ],
-        "adapters.LinearAdapter": [(LinearAdapter, {"d": 8}, {"d": NUMBERS})],
-        "adapters.ReleasedEGA": [(ReleasedEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
-        "adapters.PaperEGA": [(PaperEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
-        "adapters.transform": [
+        "method.adapters.LinearAdapter": [(LinearAdapter, {"d": 8}, {"d": NUMBERS})],
+        "method.adapters.ReleasedEGA": [(ReleasedEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
+        "method.adapters.PaperEGA": [(PaperEGA, dict(d=8, hidden=4, gen=gen), {"d": NUMBERS, "hidden": NUMBERS})],
+        "method.adapters.transform": [
             (transform, dict(adapter=LinearAdapter(8), x=x), {"adapter": OBJECTS, "x": MATRICES, "device": DEVICES}),
             (transform, dict(adapter=LinearAdapter(8), x=x), {"batch_size": NUMBERS}),
         ],
-        "adapters.save_adapter": [
+        "method.adapters.save_adapter": [
             (save_adapter, dict(adapter=LinearAdapter(8), path=out("s")), {"adapter": OBJECTS, "path": PATHS}),
             (save_adapter, dict(adapter=LinearAdapter(8), path=out("s")), {"path": (str(folder),)}),
             (load_adapter, {"path": out("a.safetensors")}, {"path": PATHS}),
         ],
-        "closed_form.WCCN": [
+        "method.closed_form.WCCN": [
             (closed_form(WCCN), data, {"x": MATRICES, "y": LABELS, "shrinkage": NUMBERS, "power": NUMBERS[:-3]}),
             (WCCN().fit_statistics, {"statistics": statistics}, {"statistics": OBJECTS}),
         ],
-        "closed_form.DiscriminantWhitening": [
+        "method.closed_form.DiscriminantWhitening": [
             (closed_form(DiscriminantWhitening), data, dict.fromkeys(("discrimination", "shrinkage"), NUMBERS)),
             (closed_form(DiscriminantWhitening), data, {"x": MATRICES, "y": LABELS}),
             (DiscriminantWhitening().fit_statistics, {"statistics": statistics}, {"statistics": OBJECTS}),
             (discriminant_path, {"statistics": statistics, "discriminations": [0.5]}, {"statistics": OBJECTS}),
         ],
-        "closed_form.ClassStatistics": [
+        "method.closed_form.ClassStatistics": [
             (ClassStatistics, {"d": 8}, {"d": NUMBERS}),
             (ClassStatistics(8).update, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
             (ClassStatistics(8).merge, {"other": statistics}, {"other": OBJECTS}),
@@ -264,17 +264,17 @@ def make_calls(folder):
             (ClassStatistics.load, {"path": statistics.save(out("t.npz"))}, {"path": PATHS}),
             (class_statistics, {"path": out("x.npy"), "y": y}, {"path": PATHS, "y": LABELS}),
         ],
-        "closed_form.ValidatedWCCN": [
+        "method.closed_form.ValidatedWCCN": [
             (closed_form(ValidatedWCCN), data, dict.fromkeys(("shrinkage", "cv", "max_rows"), NUMBERS)),
             (closed_form(ValidatedWCCN), data, {"x": MATRICES, "y": LABELS, "random_state": NUMBERS}),
         ],
-        "closed_form.LDAMap": [
+        "method.closed_form.LDAMap": [
             (closed_form(LDAMap), data, {"x": MATRICES, "y": LABELS, "n_components": NUMBERS[1:], "shrinkage": NUMBERS})
         ],
-        "closed_form.PCAMap": [
+        "method.closed_form.PCAMap": [
             (closed_form(PCAMap), data, {"x": MATRICES, "n_components": NUMBERS[1:], "shrinkage": NUMBERS})
         ],
-        "training.train": [
+        "method.training.train": [
             (
                 train,
                 dict(adapter=LinearAdapter(8), objective=pairwise_objective(supcon), rngs=spawn_rngs(0))
@@ -288,12 +288,14 @@ def make_calls(folder):
             (TrainConfig, {}, dict.fromkeys(("epochs", "batch_size"), NUMBERS) | {"schedule": TEXTS}),
             (TrainConfig, {}, {"lr": (*NUMBERS[:-3], -1, 0, 0.0), "weight_decay": (*NUMBERS[:-3], -1)}),
         ],
-        "evaluation.evaluate": [
+        "measure.evaluation.evaluate": [
             (evaluate, dict(estimator=fitted, X=x, y=y), {"estimator": OBJECTS, "X": MATRICES, "y": LABELS}),
             (evaluate, dict(estimator=fitted, X=x, y=y), {"random_state": NUMBERS, "confidence": NUMBERS}),
         ],
-        "search.knn": [(knn, dict(xq=x, xb=x, k=3), {"xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "device": DEVICES})],
-        "search.ivf_sweep": [
+        "measure.search.knn": [
+            (knn, dict(xq=x, xb=x, k=3), {"xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "device": DEVICES})
+        ],
+        "measure.search.ivf_sweep": [
             (
                 ivf_sweep,
                 dict(xq=x, xb=x, nlist=4, nprobes=[1], k=3),
@@ -306,7 +308,7 @@ def make_calls(folder):
                 {"index": OBJECTS, "xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "nprobe": NUMBERS},
             ),
         ],
-        "metrics.lp_at_k": [
+        "measure.metrics.lp_at_k": [
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": OBJECTS, "yb": LABELS, "yq": LABELS}),
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": wrong_pairs(*near)}),
             (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"k": NUMBERS, "tol": (*NUMBERS[:-3], -1)}),
@@ -314,12 +316,12 @@ def make_calls(folder):
             (pair_separation, dict(pos=[0.5], neg=[1.5]), dict.fromkeys(("pos", "neg"), VALUES)),
             (pair_distances, data | {"rng": rng}, {"x": MATRICES, "y": LABELS, "rng": OBJECTS, "n_pairs": NUMBERS}),
         ],
-        "metrics.ar_at_k": [
+        "measure.metrics.ar_at_k": [
             (ar_at_k, dict(approx=near, exact=near), {"approx": OBJECTS, "exact": OBJECTS, "k": NUMBERS}),
             (ar_at_k, dict(approx=near, exact=near), dict.fromkeys(("approx", "exact"), wrong_pairs(*near))),
             (ar_at_k, dict(approx=near, exact=near), {"tol": (*NUMBERS[:-3], -1)}),
         ],
-        "statistics.bootstrap": [
+        "measure.statistics.bootstrap": [
             (
                 bootstrap,
                 dict(values=x[:, 0], classes=y, rng=np.random.default_rng(0)),
@@ -357,7 +359,7 @@ def make_calls(folder):
             ),
             (grouped_rank_correlation, dict(a=[1, 2], b=[1, 2]), dict.fromkeys(("a", "b"), VALUES[:-1])),
         ],
-        "report.write_report": [
+        "deploy.report.write_report": [
             (
                 write_report,
                 dict(estimator=fitted, X=x, y=y, path=out("r.md")),
@@ -365,12 +367,12 @@ def make_calls(folder):
                 | {"source": OBJECTS[1:], "random_state": NUMBERS},
             )
         ],
-        "transform.transform_file": [
+        "deploy.transform.transform_file": [
             (transform_rows, {}, {"adapter": OBJECTS, "source": PATHS, "target": PATHS, "device": DEVICES}),
             (transform_rows, {}, {"batch_size": NUMBERS, "threads": NUMBERS[1:], "dtype": TEXTS, "precision": TEXTS}),
             (transform_rows, {}, {"column": (3, "v", [], object())}),
         ],
-        "index.AdaptedIndex": [
+        "deploy.index.AdaptedIndex": [
             (
                 AdaptedIndex,
                 {"adapter": matrix},
@@ -387,7 +389,7 @@ def make_calls(folder):
             (index.save, {"folder": out("index2")}, {"folder": (*PATHS, out("file"))}),
             (AdaptedIndex.load, {"folder": out("index")}, {"folder": (*PATHS, out("file")), "adapter": OBJECTS[1:]}),
         ],
-        "index.IndexStore": [
+        "deploy.index.IndexStore": [
             (IndexStore, {"folder": out("store")}, {"folder": PATHS}),
             (
                 store.migrate,
@@ -408,17 +410,17 @@ def make_calls(folder):
             (store.activate, {"version": store.versions()[0]}, {"version": (*OBJECTS, matrix)}),
             (store.drop, None, {"version": (*OBJECTS, matrix)}),
         ],
-        "relevance.read_pairs": [
+        "data.relevance.read_pairs": [
             (read_pairs, {"path": out("pairs.csv")}, {"path": (*PATHS, out("file"), out("p.parquet"), folder)})
         ],
-        "relevance.read_beir": [
+        "data.relevance.read_beir": [
             (read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder), "on_missing": TEXTS})
         ],
-        "relevance.embed_relevance": [
+        "data.relevance.embed_relevance": [
             (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
             (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": TEXTS[:-2] + (len,)}),
         ],
-        "relevance.RelevanceSet": [
+        "data.relevance.RelevanceSet": [
             (
                 RelevanceSet,
                 dict(queries=es, documents=es, pairs=[(0, 1)]),
@@ -428,21 +430,21 @@ def make_calls(folder):
             (write_relevance_set, {"relevance": relevance, "folder": out("rs2")}, {"folder": (*PATHS, out("file"))}),
             (read_relevance_set, {"folder": out("rs")}, {"folder": (*PATHS, out("file"))}),
         ],
-        "relevance.split_by_query": [
+        "data.relevance.split_by_query": [
             (
                 split_by_query,
                 dict(relevance=relevance, is_test=np.arange(120) < 30),
                 {"relevance": OBJECTS, "is_test": (*VALUES, y, np.zeros(120, bool)), "groups": LABELS[1:]},
             ),
         ],
-        "relevance.split_by_document": [
+        "data.relevance.split_by_document": [
             (
                 split_by_document,
                 dict(relevance=relevance, rng=np.random.default_rng(0)),
                 {"relevance": OBJECTS, "rng": OBJECTS, "test_fraction": NUMBERS, "groups": LABELS[1:]},
             ),
         ],
-        "relevance.evaluate_ranking": [
+        "data.relevance.evaluate_ranking": [
             (
                 evaluate_ranking,
                 dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
@@ -480,7 +482,7 @@ def make_calls(folder):
                 | {"k": (*NUMBERS, 121), "confidence": NUMBERS, "random_state": NUMBERS},
             ),
         ],
-        "monitor.Monitor": [
+        "deploy.monitor.Monitor": [
             (
                 Monitor.fit,
                 dict(reference=x, adapter=matrix, k=3, horizon=10),
@@ -508,7 +510,7 @@ def make_store_calls(folder):
     def langchain():
         from langchain_core.embeddings import DeterministicFakeEmbedding
 
-        from ega.langchain import AdaptedEmbeddings
+        from ega.deploy.langchain import AdaptedEmbeddings
 
         valid = dict(embeddings=DeterministicFakeEmbedding(size=8), adapter=matrix)
         return [(AdaptedEmbeddings, valid, {"embeddings": OBJECTS, "adapter": adapters})]
@@ -516,7 +518,7 @@ def make_store_calls(folder):
     def llamaindex():
         from llama_index.core import MockEmbedding
 
-        from ega.llamaindex import AdaptedEmbedding
+        from ega.deploy.llamaindex import AdaptedEmbedding
 
         valid = dict(embedding=MockEmbedding(embed_dim=8), adapter=matrix)
         return [(AdaptedEmbedding, valid, {"embedding": OBJECTS, "adapter": adapters})]
@@ -524,7 +526,7 @@ def make_store_calls(folder):
     def chroma():
         from chromadb.utils.embedding_functions import DefaultEmbeddingFunction
 
-        from ega.chroma import AdaptedEmbeddingFunction
+        from ega.deploy.chroma import AdaptedEmbeddingFunction
 
         valid = dict(function=DefaultEmbeddingFunction(), adapter=path)
         return [(AdaptedEmbeddingFunction, valid, {"function": OBJECTS, "adapter": (*PATHS, "missing")})]
@@ -539,7 +541,7 @@ def make_store_calls(folder):
         return dict(client=client, collection="c", adapter=matrix), wrong
 
     def points():
-        from ega.qdrant import write_collection
+        from ega.deploy.qdrant import write_collection
 
         valid, wrong = collection()
         valid |= {"collection": "new", "es": EmbeddingSet(x, np.zeros(len(x), int))}
@@ -549,13 +551,13 @@ def make_store_calls(folder):
         return [(write_collection, valid, wrong)]
 
     def migration():
-        from ega.qdrant import migrate_collection
+        from ega.deploy.qdrant import migrate_collection
 
         valid, wrong = collection()
         return [(migrate_collection, valid, wrong | {"batch_size": NUMBERS, "max_rows": NUMBERS[1:]})]
 
     def search():
-        from ega.qdrant import AdaptedCollection
+        from ega.deploy.qdrant import AdaptedCollection
 
         valid, wrong = collection()
         searched = AdaptedCollection(**valid)
@@ -565,12 +567,12 @@ def make_store_calls(folder):
             (searched.points, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
         ]
 
-    names = {"langchain.AdaptedEmbeddings": langchain, "llamaindex.AdaptedEmbedding": llamaindex}
-    names |= {"chroma.AdaptedEmbeddingFunction": chroma}
+    names = {"deploy.langchain.AdaptedEmbeddings": langchain, "deploy.llamaindex.AdaptedEmbedding": llamaindex}
+    names |= {"deploy.chroma.AdaptedEmbeddingFunction": chroma}
     names |= {
-        "qdrant.write_collection": points,
-        "qdrant.migrate_collection": migration,
-        "qdrant.AdaptedCollection": search,
+        "deploy.qdrant.write_collection": points,
+        "deploy.qdrant.migrate_collection": migration,
+        "deploy.qdrant.AdaptedCollection": search,
     }
     return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name.partition(".")[0]])}
 

@@ -10,17 +10,32 @@ import pytest
 package = Path(__file__).resolve().parents[2] / "ega"
 
 LIBRARY = [
-    {"arrays", "threads"},
-    {"files", "testing"},
-    {"packs", "adapters", "losses", "search", "statistics"},
-    {"vectors", "datasets", "sparsity", "metrics", "certificates", "config"},
-    {"encoders", "closed_form", "training", "transform"},
-    {"embed", "methods", "theory"},
-    {"evaluation", "index", "relevance"},
-    {"selection", "lance", "langchain", "llamaindex", "qdrant", "chroma", "monitor"},
+    {"data.arrays", "data.threads"},
+    {"data.files", "testing"},
+    {"data.packs", "method.adapters", "method.losses", "measure.search", "measure.statistics"},
+    {
+        "data.vectors",
+        "data.datasets",
+        "method.active_ratio",
+        "measure.metrics",
+        "method.certificates",
+        "method.config",
+    },
+    {"data.encoders", "method.closed_form", "method.training", "deploy.transform"},
+    {"data.embed", "method.methods", "method.theory"},
+    {"measure.evaluation", "deploy.index", "data.relevance"},
+    {
+        "selection",
+        "deploy.lance",
+        "deploy.langchain",
+        "deploy.llamaindex",
+        "deploy.qdrant",
+        "deploy.chroma",
+        "deploy.monitor",
+    },
     {"pairs"},
     {"estimator", "gain"},
-    {"report"},
+    {"deploy.report"},
     {"cli"},
 ]
 EXPERIMENTS = [
@@ -38,19 +53,20 @@ EXPERIMENTS = [
 ]
 LAYERS = LIBRARY + EXPERIMENTS  # an experiment may import the whole library; the library imports no experiment
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+PACKAGES = {name.split(".")[0] for name in LEVEL if "." in name}
 WITHOUT_TORCH = [
-    "arrays",
-    "threads",
-    "files",
-    "config",
-    "packs",
-    "datasets",
-    "search",
-    "metrics",
-    "statistics",
-    "closed_form",
-    "certificates",
-    "relevance",
+    "data.arrays",
+    "data.threads",
+    "data.files",
+    "method.config",
+    "data.packs",
+    "data.datasets",
+    "measure.search",
+    "measure.metrics",
+    "measure.statistics",
+    "method.closed_form",
+    "method.certificates",
+    "data.relevance",
     "cli",
     "experiments.protocols",
     "experiments.plots",
@@ -74,9 +90,10 @@ def imported(
         elif isinstance(node, ast.ImportFrom):
             above = parents[: len(parents) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
-            taken |= {f"{base}.{a.name}" for a in node.names} if base in ("ega", "ega.experiments") else {base}
+            packages = {"ega", *(f"ega.{p}" for p in PACKAGES)}
+            taken |= {f"{base}.{a.name}" for a in node.names} if base in packages else {base}
     below = {name.removeprefix("ega.") for name in taken if name.startswith("ega.") and "(" not in name}
-    return {".".join(n.split(".")[: 2 if n.startswith("experiments.") else 1]) for n in below}
+    return {".".join(n.split(".")[: 2 if n.split(".")[0] in PACKAGES else 1]) for n in below} - PACKAGES
 
 
 def modules(folder=package):
@@ -93,7 +110,7 @@ def complaints(
     for m, source in sources.items():
         for n in sorted(imported(source, m) - {m}):
             if n not in LEVEL:
-                if not n.startswith("__") and n != "experiments":
+                if not n.startswith("__"):
                     bad.append(
                         f"ega.{m} takes {n} from the package itself, which hides its layer; import it from its module"
                     )
@@ -113,23 +130,17 @@ def test_every_module_imports_from_lower_layers_only():
 @pytest.mark.parametrize(
     "module, source, word",
     [
-        ("arrays", "from ega.packs import read_pack", "above"),
-        ("losses", "def f():\n    from ega.training import train", "above"),  # hidden in a function
-        ("metrics", "class A:\n    def f(self):\n        import ega.methods as r", "above"),
-        ("search", "from . import metrics", "above"),
-        ("packs", "from .theory import drift", "above"),
-        ("losses", "from ega.adapters import LinearAdapter", "sideways"),
-        ("adapters", "from .losses import supcon", "sideways"),
-        ("encoders", "from ega.closed_form import WCCN", "sideways"),
-        ("packs", "import ega\ndef f(): return ega.metrics.lp_at_k", "above"),
-        ("packs", "import ega\ndef f(): return ega.normalize", "takes normalize from the package"),
-        ("arrays", "def f():\n    from ega import read_pack", "takes read_pack from the package"),
+        ("data.arrays", "from ega.data.packs import read_pack", "above"),
+        ("method.losses", "def f():\n    from ega.method.training import train", "above"),  # hidden in a function
+        ("measure.metrics", "class A:\n    def f(self):\n        import ega.method.methods as r", "above"),
+        ("measure.search", "from . import metrics", "above"),
+        ("data.packs", "from ..method.theory import drift", "above"),
+        ("method.losses", "from ega.method.adapters import LinearAdapter", "sideways"),
+        ("data.packs", "import ega\ndef f(): return ega.measure.metrics.lp_at_k", "above"),
+        ("data.packs", "import ega\ndef f(): return ega.normalize", "takes normalize from the package"),
         ("selection", "from ega.experiments.grids import GRIDS", "an experiment"),
-        ("cli", "def f():\n    from ega.experiments import runs", "an experiment"),
-        ("methods", "from .experiments.runs import RunConfig", "an experiment"),
+        ("method.methods", "from ..experiments.runs import RunConfig", "an experiment"),
         ("experiments.runs", "from .grids import GRIDS", "above"),
-        ("experiments.runs", "from ega.experiments.grids import GRIDS", "above"),
-        ("experiments.grids", "from .summary import summarize", "sideways"),
         ("surprise", "x = 1", "no layer"),
     ],
 )
@@ -141,9 +152,9 @@ def test_an_offender_is_named(module, source, word):
 def test_what_is_allowed_passes():
     assert not complaints(
         {
-            "metrics": "from ega.search import knn\nimport numpy",
-            "experiments.runs": "from ..methods import fit_adapter\nfrom ega.estimator import EmbeddingAdapter",
-            "arrays": "import torch, ega\nv = ega.__version__",
+            "measure.metrics": "from ega.measure.search import knn\nimport numpy",
+            "experiments.runs": "from ..method.methods import fit_adapter\nfrom ega.estimator import EmbeddingAdapter",
+            "data.arrays": "import torch, ega\nv = ega.__version__",
         }
     )
 

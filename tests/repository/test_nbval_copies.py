@@ -11,7 +11,7 @@ def test_directives():
 
 def test_copies(tmp_path):
     source, target = tmp_path / "nbs", tmp_path / "_nbval"
-    for folder in ("library", "results", "paper"):
+    for folder in ("data", "results", "paper"):
         (source / folder).mkdir(parents=True)
     shown = [nbf.new_output("execute_result", {"text/plain": "3"})]
     cells = [
@@ -20,7 +20,7 @@ def test_copies(tmp_path):
         nbf.new_code_cell("#| slow\nx"),
         nbf.new_code_cell("#| eval: false\nx"),
     ]
-    for name in ("library/01_arrays", "results/01_id", "paper/01_tables", "index"):
+    for name in ("data/01_arrays", "results/01_id", "paper/01_tables", "index"):
         nbformat.write(nbf.new_notebook(cells=cells), source / f"{name}.ipynb")
     copies = copy_all(source, target)
     assert [f.relative_to(target).as_posix() for f in copies] == [

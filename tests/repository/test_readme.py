@@ -36,11 +36,9 @@ def test_echo_false_keeps_the_output_alone(page):
 
 def test_links_move_with_the_page(page):
     text = page(
-        nbf.new_markdown_cell(
-            "[arrays](library/01_arrays.ipynb) [law](../LICENSE) [web](https://example.org) [here](#x)"
-        )
+        nbf.new_markdown_cell("[arrays](data/01_arrays.ipynb) [law](../LICENSE) [web](https://example.org) [here](#x)")
     )["README.md"].decode()
-    assert "(nbs/library/01_arrays.ipynb) [law](LICENSE) [web](https://example.org) [here](#x)" in text
+    assert "(nbs/data/01_arrays.ipynb) [law](LICENSE) [web](https://example.org) [here](#x)" in text
 
 
 def test_pictures_become_files(page):

@@ -12,9 +12,15 @@ root = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def tree(tmp_path):
     "A small repository in step with itself: the core alone."
-    (tmp_path / "nbs/library").mkdir(parents=True)
-    (tmp_path / "ega").mkdir()
-    for f in ("settings.ini", "nbs/library/01_arrays.ipynb", "ega/__init__.py", "ega/arrays.py"):
+    (tmp_path / "nbs/data").mkdir(parents=True)
+    (tmp_path / "ega/data").mkdir(parents=True)
+    for f in (
+        "settings.ini",
+        "nbs/data/01_arrays.ipynb",
+        "ega/__init__.py",
+        "ega/data/__init__.py",
+        "ega/data/arrays.py",
+    ):
         shutil.copy(root / f, tmp_path / f)
     (tmp_path / "made").mkdir()
     shutil.copy(exported(tmp_path, tmp_path / "made") / "ega/_modidx.py", tmp_path / "ega")
@@ -34,22 +40,22 @@ def test_in_step(tree):
 
 
 def test_each_way_out_of_step_is_named(tree):
-    edit(tree / "ega/arrays.py", "import numpy as np", "import numpy as np  # by hand")
-    edit(tree / "nbs/library/01_arrays.ipynb", '"execution_count": null', '"execution_count": 7')
+    edit(tree / "ega/data/arrays.py", "import numpy as np", "import numpy as np  # by hand")
+    edit(tree / "nbs/data/01_arrays.ipynb", '"execution_count": null', '"execution_count": 7')
     (tree / "ega/orphan.py").write_text("x = 1\n")
     (tree / "ega/_modidx.py").unlink()
     before = digests(tree)
     found = complaints(tree)
     assert [line.split(":")[0] for line in found] == [
         "ega/_modidx.py",
-        "ega/arrays.py",
+        "ega/data/arrays.py",
         "ega/orphan.py",
-        "nbs/library/01_arrays.ipynb",
+        "nbs/data/01_arrays.ipynb",
     ]
     assert all(word in line for line, word in zip(found, ["missing", "not what", "no notebook", "not cleaned"]))
     assert digests(tree) == before  # a check that mends would lose the edit
 
 
 def test_an_edited_notebook_is_named_by_its_module(tree):
-    edit(tree / "nbs/library/01_arrays.ipynb", "Return `z`, or raise", "Return z, or raise")
-    assert [line.split(":")[0] for line in complaints(tree)] == ["ega/arrays.py"]
+    edit(tree / "nbs/data/01_arrays.ipynb", "Return `z`, or raise", "Return z, or raise")
+    assert [line.split(":")[0] for line in complaints(tree)] == ["ega/data/arrays.py"]

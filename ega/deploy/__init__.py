@@ -1,0 +1,1 @@
+"""Transforming files, compressed and stored embeddings, indexes, stores, monitor and report."""

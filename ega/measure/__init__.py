@@ -1,0 +1,1 @@
+"""Search, measures, statistics and evaluation in both galleries."""

@@ -1,0 +1,1 @@
+"""The method: adapters, losses, training, closed forms, theory and certificates."""
