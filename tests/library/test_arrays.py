@@ -694,4 +694,7 @@ try: {call}
 except ImportError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == f"this needs the package {package!r}; install it with: pip install 'ega[{module}]'"
+    assert (
+        done.stdout.strip()
+        == f"this needs the package {package!r}; install it with: pip install 'ega[{module.split('.')[1]}]'"
+    )

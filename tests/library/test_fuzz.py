@@ -367,10 +367,12 @@ def complaints(source):
 
 
 def test_no_module_calls_eval_exec_or_pickle():
-    for path in sorted((HERE.parents[1] / "ega").rglob("*.py")):
-        if path.name == "benchmarks.py":  # reads what it wrote
-            continue
-        assert not list(complaints(path.read_text())), path.name
+    "Losses of a user travel to the workers of the same user as pickles; a benchmark loads the arrays it wrote."
+    known = {"losses.py": ["pickle.loads({})"], "benchmarks.py": ["np.load({})"]}
+    modules = sorted((HERE.parents[1] / "ega").rglob("*.py"))
+    assert len(modules) > 30
+    for path in modules:
+        assert list(complaints(path.read_text())) == known.get(path.name, []), path.name
     for line in (
         "os.system('x')",
         "subprocess.run('x', shell=True)",
