@@ -36,7 +36,7 @@ check: $(READY)  ## test, then the docs site and the lowest versions promised
 	@$(PY) tests/steps.py check
 
 bench: $(READY)  ## time ega beside other libraries; 10 minutes
-	@$(BIN)/ega-paper bench
+	@$(PY) benchmarks/run.py
 
 export: $(READY)  ## after an edit was run: notebooks -> ega/, cleaned, README.md
 	@$(BIN)/ruff format --quiet . && $(BIN)/nbdev_export

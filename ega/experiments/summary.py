@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OUTCOME_COLUMNS', 'PATH_METRICS', 'PATH_COLUMNS', 'check_comparable', 'summarize', 'path_replicates',
            'add_mean_over_benchmarks', 'path_changes', 'format_path_changes', 'mean_change', 'choose_settings',
-           'format_summary', 'provenance']
+           'format_summary', 'provenance', 'speed_ratios']
 
 # %% ../../nbs/experiments/05_summary.ipynb #summary-imports
 import json
@@ -319,3 +319,65 @@ def provenance(
 
 def _listed(values):
     return ", ".join(map(str, sorted(set(values))))
+
+# %% ../../nbs/experiments/05_summary.ipynb #speed-cost
+def _cost_by_round(rows, column, per_unit=True):
+    "Cost, a row for each round and a column for each contender; divided by the units of work if `per_unit`."
+    cost = rows[column] / rows["work"] if per_unit else rows[column]
+    return rows.assign(cost=cost).pivot(index="repeat", columns="contender", values="cost")
+
+
+def _ratio(table, name, other):
+    "The cost of one contender over that of another in each round; nan where one of them is missing."
+    if name in table and other in table:
+        return table[name] / table[other]
+    return pd.Series([float("nan")])
+
+
+def _ratio_of_shortest(table, name, other):
+    "The lowest cost of one contender over that of another, each over all rounds; nan where one is missing."
+    if name in table and other in table:
+        return table[name].min() / table[other].min()
+    return float("nan")
+
+
+def _medians(rows):
+    "Medians over the rounds of what is compared without a ratio; nan where it was not measured."
+    columns = ("wall_s", "cpu_s", "peak_rss_mb", "lp_at_1")
+    return {name: rows[name].median() if name in rows else float("nan") for name in columns}
+
+# %% ../../nbs/experiments/05_summary.ipynb #speed-ratios
+def speed_ratios(
+    frame,  # rows of data/results/speed.parquet
+    reference=None,  # contender to compare with; None: that of the group
+):  # DataFrame, one row for each group, size and contender
+    "Medians and quartiles of the ratios within each round, ratios of the shortest times, medians of what was measured."
+    rows = []
+    for (group, size), part in frame.groupby(["group", "size"], sort=False):
+        base, floor = reference or part.reference.iloc[0], part.floor.iloc[0]
+        ok = part[part.status == "ok"]
+        wall, cpu = _cost_by_round(ok, "wall_s"), _cost_by_round(ok, "cpu_s")
+        memory = _cost_by_round(ok, "peak_rss_mb", per_unit=False)
+        for name, status in part.drop_duplicates("contender")[["contender", "status"]].itertuples(index=False):
+            speed = 1 / _ratio(wall, name, base)
+            rows.append(
+                {
+                    "group": group,
+                    "size": size,
+                    "contender": name,
+                    "reference": base,
+                    "rounds": len(wall),
+                    "speed": speed.median(),
+                    "low": speed.quantile(0.25),
+                    "high": speed.quantile(0.75),
+                    "best": 1 / _ratio_of_shortest(wall, name, base),
+                    "best_over_floor": _ratio_of_shortest(wall, name, floor),
+                    "cpu": _ratio(cpu, name, base).median(),
+                    "memory": _ratio(memory, name, base).median(),
+                    "over_floor": _ratio(wall, name, floor).median(),
+                    "rho": ok[ok.contender == name].rho.mean() if "rho" in ok else float("nan"),
+                    **_medians(ok[ok.contender == name]),
+                    "status": status,
+                }
+            )
+    return pd.DataFrame(rows)

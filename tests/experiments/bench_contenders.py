@@ -3,7 +3,7 @@
 import os
 import time
 
-from ega.experiments import harness
+import harness
 
 
 def failing(size, folder):
@@ -39,8 +39,3 @@ def recording(size, folder):
 def slow(size, folder):
     "Sleep for a minute."
     return harness.Job(lambda: time.sleep(60), 1)
-
-
-def thread_variable(size, folder):
-    "Return the number of threads in the environment."
-    return harness.Job(lambda: {"rho": float(os.environ["OMP_NUM_THREADS"])}, 1)

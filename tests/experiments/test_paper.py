@@ -408,7 +408,7 @@ def test_numbers_of_a_chapter_need_its_results(tmp_path):
 
 
 def test_speed_is_median_ratio_within_rounds(names, tmp_path):
-    from ega.experiments.benchmarks import COLUMNS
+    from contenders import COLUMNS
 
     times = {"slow": (4.0, 6.0, 8.0), "ega": (1.0, 2.0, 2.0), "floor": (0.5, 1.0, 1.0)}
     rows = [

@@ -47,7 +47,7 @@ def run(*args, cwd=None):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", [(), ("reproduce",), ("rerun",), ("bench",)])
+@pytest.mark.parametrize("command", [(), ("reproduce",), ("rerun",)])
 def test_help_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):

@@ -761,7 +761,7 @@ from pathlib import Path
 from ega.method.adapters import LinearAdapter
 from ega.data.arrays import peak_memory_mb
 from ega.deploy.transform import transform_file
-from ega.experiments.throughput import _write_synthetic
+from throughput import _write_synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])
 _write_synthetic(folder/"x.npy", n, 384, np.random.default_rng(0))
 before = peak_memory_mb()

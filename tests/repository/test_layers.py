@@ -42,12 +42,10 @@ EXPERIMENTS = [
     {
         "experiments.protocols",
         "experiments.plots",
-        "experiments.harness",
-        "experiments.throughput",
         "experiments.pairs",
     },
     {"experiments.runs"},
-    {"experiments.grids", "experiments.summary", "experiments.benchmarks"},
+    {"experiments.grids", "experiments.summary"},
     {"experiments.published", "experiments.tables", "experiments.claims"},
     {"experiments.cli"},
 ]
@@ -70,8 +68,6 @@ WITHOUT_TORCH = [
     "cli",
     "experiments.protocols",
     "experiments.plots",
-    "experiments.benchmarks",
-    "experiments.harness",
     "experiments.cli",
 ]
 
