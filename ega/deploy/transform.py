@@ -37,7 +37,7 @@ from ..data.files import READ_ERRORS, check_path, file_lock, read_json, read_npy
 from ..data.packs import dequantize, open_parquet, quantize
 from ..data.threads import limit_threads, usable_cores
 from ..data.vectors import check_not_adapted, iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
-from ..method.adapters import adapter_fingerprint, load_adapter
+from ..method.adapters import adapter_fingerprint, check_adapter, load_adapter
 
 # %% ../../nbs/deploy/01_transform.ipynb #options
 BLOCK_BYTES = 2**24  # bytes of float32 rows that are written between two updates of the progress file
@@ -563,6 +563,7 @@ def _prepare(
     "Check the arguments of `transform_file` before any vectors are read."
     _check_options(options)
     adapter = load_adapter(adapter) if isinstance(adapter, (str, Path)) else adapter
+    check_adapter(adapter)
     source, target = check_path(source, "source"), check_path(target, "target")
     _check_paths(source, target)
     return copy.deepcopy(adapter).to(pick_device(options.device)).eval(), source, target

@@ -12,6 +12,7 @@ from collections import namedtuple
 
 import torch
 
+from ..data.arrays import InputError
 from .losses import triplet_violations
 
 # %% ../../nbs/method/03_active_ratio.ipynb #class-index
@@ -95,6 +96,10 @@ def random_dataset_triplets(
     gen: torch.Generator,  # on the same device
 ) -> Triplets:  # row numbers, (T,) each, T <= B: anchors that are alone in their class are left out
     "Draw random numbers and return the valid triplets that `dataset_triplets_from_numbers` makes of them."
+    if len(index.count) < 2:
+        raise InputError(
+            f"triplets need at least 2 classes, got {len(index.count)}; negatives come from another class: add one"
+        )
     triplets, valid = dataset_triplets_from_numbers(
         index, anchors, random_numbers_for_dataset_triplets(len(anchors), gen)
     )

@@ -6,13 +6,13 @@
 __all__ = ['ADAPTER_TYPES', 'SparseGradLinear', 'l2_normalize', 'ResidualBranch', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock',
            'PaperEGA', 'LoRAAdapter', 'LinearAdapter', 'count_parameters', 'interpolate', 'residual', 'scale_residual',
            'merge_linear', 'BoundedDisplacementAdapter', 'adapter_config', 'adapter_fingerprint', 'save_adapter',
-           'load_adapter', 'transform']
+           'load_adapter', 'check_adapter', 'transform']
 
 # %% ../../nbs/method/01_adapters.ipynb #3f8d0f70
 import copy
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..data.arrays import InputError, linear, pick_device
-from ..data.files import READ_ERRORS, atomic_write, check_is_file, check_path, hash_arrays, short_error
+from ..data.arrays import InputError, check_embeddings, check_positive_int, check_unit_norm, linear, pick_device
+from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
 
 # %% ../../nbs/method/01_adapters.ipynb #touched
 def _rows_with_gradient(
@@ -118,12 +118,44 @@ def _make_linear(
             _fill_uniform(parameter, n_in**-0.5, gen)
     return layer
 
+# %% ../../nbs/method/01_adapters.ipynb #check
+def _check_sizes(**sizes) -> None:
+    "Check that every size, passed by its name, is an integer of at least 1."
+    for name, size in sizes.items():
+        check_positive_int(size, name)
+
+
+def _check_generator(gen) -> None:
+    "Check that the initial weights can be drawn from `gen`."
+    if not isinstance(gen, torch.Generator):
+        raise InputError(
+            f"gen must be a torch.Generator, got {type(gen).__name__}; "
+            "make one with ega.data.arrays.torch_generator(spawn_rngs(seed).init)"
+        )
+
 # %% ../../nbs/method/01_adapters.ipynb #l2
 def l2_normalize(
     u: torch.Tensor,  # (..., d) vectors, none of them zero
 ) -> torch.Tensor:  # (..., d) unit vectors
     "Divide each vector by its Euclidean norm, paper eq. 3."
     return F.normalize(u, dim=-1)
+
+
+def _check_width(
+    x: torch.Tensor,  # (..., d)
+    d: int,  # columns the adapter was built for
+) -> torch.Tensor:  # x itself
+    "Check the type and the number of columns of an adapter's input."
+    if not isinstance(x, torch.Tensor):
+        raise InputError(
+            f"x must be a torch.Tensor, got {type(x).__name__}; for arrays use ega.method.adapters.transform"
+        )
+    if x.shape[-1] != d:
+        raise InputError(
+            f"x must have {d} columns, got {x.shape[-1]}; this adapter was built for d={d}: "
+            "pass embeddings of the encoder it was trained on"
+        )
+    return x
 
 
 class _NormalizedSum(torch.autograd.Function):
@@ -247,12 +279,14 @@ class ReleasedEGA(nn.Module):
 
     def __init__(self, d: int, *, hidden: int = 2048, gen: torch.Generator):
         super().__init__()
+        _check_sizes(d=d, hidden=hidden)
+        _check_generator(gen)
         self.d, self.hidden = d, hidden
         self.branch = ResidualBranch(d, hidden, gen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        return _normalized_sum(self, x, self.branch(x))
+        return _normalized_sum(self, _check_width(x, self.d), self.branch(x))
 
 # %% ../../nbs/method/01_adapters.ipynb #ablation
 class AblatedEGA(ReleasedEGA):
@@ -266,6 +300,10 @@ class AblatedEGA(ReleasedEGA):
         without: tuple[str, ...] = (),  # parts to leave out: "residual", "zero_init", "sphere" (the normalisation)
         gen: torch.Generator,  # for the initial weights
     ):
+        if unknown := set(without) - {"residual", "zero_init", "sphere"}:
+            raise InputError(
+                f"without must name residual, zero_init or sphere, got {sorted(unknown)}; name the parts to leave out"
+            )
         super().__init__(d, hidden=hidden, gen=gen)
         self.without = tuple(without)
         if "zero_init" in without:
@@ -274,7 +312,7 @@ class AblatedEGA(ReleasedEGA):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d)
         "Adapted embeddings; not of unit norm when the normalisation is left out."
-        u = self.branch(x)
+        u = self.branch(_check_width(x, self.d))
         if "residual" not in self.without:
             u = x + u
         return u if "sphere" in self.without else l2_normalize(u)
@@ -340,13 +378,15 @@ class PaperEGA(nn.Module):
 
     def __init__(self, d: int, *, hidden: int = 2048, gen: torch.Generator):
         super().__init__()
+        _check_sizes(d=d, hidden=hidden)
+        _check_generator(gen)
         self.d, self.hidden = d, hidden
         self.blocks = nn.Sequential(GatedBlock(d, hidden, gen), GatedBlock(d, hidden, gen))
         self.refine = _make_linear(d, d, None)  # R and r of u + R u + r
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        u = self.blocks(x)
+        u = self.blocks(_check_width(x, self.d))
         return _normalized_sum(self, u, self.refine(u))
 
 # %% ../../nbs/method/01_adapters.ipynb #lora
@@ -362,13 +402,19 @@ class LoRAAdapter(nn.Module):
         gen: torch.Generator,  # for A
     ):
         super().__init__()
+        _check_sizes(d=d, rank=rank)
+        _check_generator(gen)
+        if rank > d:
+            raise InputError(f"rank must be at most d = {d}, got {rank}; for a map of full rank use LinearAdapter")
+        if not 0 < scale < float("inf"):
+            raise InputError(f"scale must be a finite number > 0, got {scale!r}; 2.0 is the default")
         self.d, self.rank, self.scale = d, rank, float(scale)
         self.A, self.B = nn.Parameter(torch.empty(rank, d)), nn.Parameter(torch.zeros(d, rank))
         _fill_uniform(self.A, d**-0.5, gen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        low_rank = _linear_product(self, x, self.A)  # (..., rank)
+        low_rank = _linear_product(self, _check_width(x, self.d), self.A)  # (..., rank)
         return _normalized_sum(self, x, _linear_product(self, self.scale * low_rank, self.B))
 
     def as_matrix(self) -> torch.Tensor:
@@ -421,13 +467,16 @@ class LinearAdapter(nn.Module):
 
     def __init__(self, d: int, *, bias: bool = False, gen: torch.Generator | None = None):
         super().__init__()
+        _check_sizes(d=d)
+        if not isinstance(bias, bool):
+            raise InputError(f"bias must be True or False, got {bias!r}")
         self.d, self.bias = d, bias
         self.weight = nn.Parameter(torch.zeros(d, d))  # W
         self.offset = nn.Parameter(torch.zeros(d)) if bias else None  # b
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings."
-        return _normalized_sum(self, x, _linear_product(self, x, self.weight, self.offset))
+        return _normalized_sum(self, x, _linear_product(self, _check_width(x, self.d), self.weight, self.offset))
 
     def as_matrix(self) -> torch.Tensor:
         "The (d, d) matrix M = I + W with f(x) = l2(M x + b), detached."
@@ -454,6 +503,9 @@ def interpolate(
     strength: float,  # 0 frozen ... 1 adapted
 ) -> _Array:  # (n, d) unit rows of the same type
     "l2((1 - strength) x + strength z): interpolation of outputs, in the manner of WiSE-FT (Wortsman et al. 2022)."
+    _check_strength(strength)
+    if x.shape != z.shape:
+        raise InputError(f"x and z must have one shape, got {tuple(x.shape)} and {tuple(z.shape)}")
     u = (1 - strength) * x + strength * z
     norm = (u * u).sum(-1)[..., None] ** 0.5  # written so that it works on arrays and on tensors
     if not (norm > 1e-6).all():
@@ -462,6 +514,12 @@ def interpolate(
             "choose another strength"
         )
     return u / norm
+
+
+def _check_strength(strength: float) -> None:
+    "Check that a strength lies in [0, 1]."
+    if not 0 <= strength <= 1:
+        raise InputError(f"strength must lie in [0, 1], got {strength!r}; 0 is frozen, 1 adapted")
 
 # %% ../../nbs/method/01_adapters.ipynb #563c2d03
 def residual(
@@ -485,6 +543,12 @@ def scale_residual(
     strength: float,  # 0 frozen ... 1 unchanged
 ) -> nn.Module:  # adapter of the same type: l2(x + strength g(x))
     "A copy of an adapter with its residual multiplied by `strength`; PaperEGA is refused, its blocks are nested."
+    if not isinstance(adapter, (ReleasedEGA, LoRAAdapter, LinearAdapter)):
+        raise InputError(
+            f"adapter must be ReleasedEGA, LoRAAdapter or LinearAdapter, got {type(adapter).__name__}; "
+            "use ega.method.adapters.interpolate on its outputs"
+        )
+    _check_strength(strength)
     scaled = copy.deepcopy(adapter)
     if isinstance(scaled, LinearAdapter):
         last_layer = list(scaled.parameters())
@@ -508,12 +572,18 @@ def merge_linear(
 ) -> LinearAdapter:  # d columns in and out; output columns beyond k are 0; with a bias where the mean is not zero
     "Merge a closed form and the linear adapter trained on its output into one LinearAdapter."
     d, k = matrix.shape
+    if k > d:
+        raise InputError(
+            f"the closed form must keep at most d = {d} columns, got {k}; an adapter of {d} columns cannot hold it"
+        )
     if isinstance(adapter, LinearAdapter) and adapter.bias:
         raise InputError("an adapter with a bias cannot be merged: u has norm 1, and b would be added after that")
     mean = np.zeros(d) if mean is None else np.asarray(mean, np.float64)
     # The normalisation removes a common factor of A, but scale_residual adds x to A x, so the factor must be fixed.
+    if (x is None) == (norm is None):
+        raise InputError("merge_linear needs either rows x or a norm, which set the scale; give one of them")
     if x is not None:
-        norm = np.linalg.norm((x - mean.astype(np.float32)) @ matrix, axis=1).mean()
+        norm = np.linalg.norm((check_embeddings(x, dim=d) - mean.astype(np.float32)) @ matrix, axis=1).mean()
     matrix = matrix / norm
     A = np.zeros((d, d))
     A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T
@@ -525,6 +595,18 @@ def merge_linear(
     return linear.eval()
 
 # %% ../../nbs/method/01_adapters.ipynb #capped
+def _check_bound(
+    bound: torch.Tensor,  # scalar as it is stored, because 2 - 1e-9 rounds to 2 in float32
+    where: str = "",  # beginning of the message
+) -> None:
+    "Check that a stored bound lies in (0, 2); on the meta device there is no value to check."
+    if not bound.is_meta and not 0 < bound < 2:
+        raise InputError(
+            f"{where}max_displacement must lie in (0, 2), got {bound.item():.3g}; "
+            "it is the largest displacement of a unit vector"
+        )
+
+
 class BoundedDisplacementAdapter(nn.Module):
     "An adapter whose displacement stays below a bound for every unit vector, by construction."
 
@@ -538,6 +620,7 @@ class BoundedDisplacementAdapter(nn.Module):
         super().__init__()
         self.inner, self.d = inner, inner.d
         self.register_buffer("max_displacement", torch.tensor(float(max_displacement)))
+        _check_bound(self.max_displacement)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., d) unit rows -> (..., d) unit rows
         "Adapted embeddings within the bound."
@@ -626,18 +709,45 @@ def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
     """
     from safetensors.torch import save_file
 
-    path, sizes, state = check_path(path), adapter_config(adapter), _cpu_state(adapter)
-    if sizes is None:
-        raise InputError(f"adapter must be one of {', '.join(ADAPTER_TYPES)}, got {type(adapter).__name__}")
-    if bad := [name for name, t in state.items() if not t.isfinite().all()]:
-        raise InputError(f"{bad[0]} has NaN or infinite weights; train again with a lower learning rate")
+    path = check_path(path)
+    _check_can_be_saved(adapter, path)
     _check_replaceable(path)
-    header = {"kind": type(adapter).__name__, "sizes": sizes, "fingerprint": adapter_fingerprint(adapter)}
+    header = {
+        "kind": type(adapter).__name__,
+        "sizes": adapter_config(adapter),
+        "fingerprint": adapter_fingerprint(adapter),
+    }
     with atomic_write(path) as temporary:
-        save_file(state, temporary, {"ega": json.dumps(header)})
+        save_file(_cpu_state(adapter), temporary, {"ega": json.dumps(header)})
     return path
 
 # %% ../../nbs/method/01_adapters.ipynb #check-can-be-saved
+def _check_can_be_saved(adapter: nn.Module, path: Path) -> None:
+    "Check the class of an adapter and that all its weights are finite."
+    if hasattr(adapter, "adapter_"):
+        raise InputError(
+            f"adapter must be a module of ega.method.adapters, got the estimator {type(adapter).__name__}; "
+            "save it with its method save, or save its adapter_"
+        )
+    if adapter_config(adapter) is None:
+        found = type(adapter).__name__
+        if isinstance(adapter, BoundedDisplacementAdapter):
+            found += f" around {type(adapter.inner).__name__}"
+        raise InputError(
+            f"adapter must be one of {', '.join(ADAPTER_TYPES)}, got {found}; "
+            "save the weights of other modules with safetensors"
+        )
+    for name, tensor in _cpu_state(adapter).items():
+        bad = int((~tensor.isfinite()).sum())
+        if bad:
+            raise InputError(
+                f"{name} must be finite, got {bad} NaN or inf of {tensor.numel()} weights; "
+                "train again with a lower learning rate"
+            )
+    if isinstance(adapter, BoundedDisplacementAdapter):
+        _check_bound(adapter.max_displacement, f"{path.name}: ")
+
+
 def _check_replaceable(path: Path) -> None:
     "Raise `InputError` if the path is a file, not empty, that was not written by `save_adapter`."
     from safetensors import SafetensorError, safe_open
@@ -650,14 +760,88 @@ def _check_replaceable(path: Path) -> None:
     except (SafetensorError, *READ_ERRORS):
         is_adapter = False
     if not is_adapter:
-        raise InputError(f"{path} exists and holds no adapter of ega; delete it or choose another name")
+        raise InputError(
+            f"{path} exists and holds no adapter of ega, so it is not replaced; delete it or choose another name"
+        )
 
 # %% ../../nbs/method/01_adapters.ipynb #opened
-def _build_from_config(kind: str, sizes: dict) -> nn.Module:
-    "An adapter of a class of `ADAPTER_TYPES` with these constructor arguments."
-    if kind == "BoundedDisplacementAdapter":
-        return BoundedDisplacementAdapter(_build_from_config(**sizes["inner"]), 1.0)  # the bound is stored as a weight
-    return ADAPTER_TYPES[kind][0](**sizes, gen=torch.Generator())
+def _read_adapter_file(
+    path: Path,
+) -> tuple[dict, dict[str, torch.Tensor]]:  # header with kind, sizes and fingerprint; weights by name
+    "Header and weights of an adapter file. Raises `InputError` when they cannot be read."
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(f"{path}: no such adapter; expected a file that save_adapter or EmbeddingAdapter.save wrote")
+    if path.suffix == ".json":
+        raise InputError(
+            f"{path}: is a description, not an adapter; give its folder, or the .safetensors file beside it"
+        )
+    try:
+        with safe_open(path, "pt") as f:
+            header = json.loads((f.metadata() or {})["ega"])
+            state = {name: f.get_tensor(name).clone() for name in f.keys()}  # copies: the file may be replaced
+        if not isinstance(header["kind"], str):
+            raise TypeError(f"kind is {header['kind']!r}")
+        header["sizes"] = dict(header["sizes"])
+        header["fingerprint"]  # a missing key is a KeyError
+    except (SafetensorError, *READ_ERRORS) as error:
+        raise InputError(
+            f"{path}: expected a complete file written by ega.method.adapters.save_adapter, "
+            f"but it cannot be read ({short_error(error)}); copy or save it again"
+        ) from error
+    return header, state
+
+
+def _build_from_config(path: Path, kind, sizes: dict, allow_bounded: bool = True) -> nn.Module:
+    "An adapter of class `kind` with these constructor arguments. Raises `InputError` when there is none."
+    known = [name for name in ADAPTER_TYPES if allow_bounded or name != "BoundedDisplacementAdapter"]
+    if kind not in known:
+        raise InputError(
+            f"{path}: kind must be one of {', '.join(known)}, got {str(kind)[:40]!r}; "
+            "the file was written by another version of ega: fit the adapter again"
+        )
+    cls, names = ADAPTER_TYPES[kind]
+    if set(sizes) != set(names):
+        raise InputError(
+            f"{path}: {kind} needs the sizes {', '.join(names)}, got {sorted(sizes)}; save the adapter again"
+        )
+    try:
+        if cls is BoundedDisplacementAdapter:
+            inner = _build_from_config(path, sizes["inner"]["kind"], dict(sizes["inner"]["sizes"]), allow_bounded=False)
+            return BoundedDisplacementAdapter(inner, 1.0)  # the bound itself is stored among the weights
+        return cls(**sizes, gen=torch.Generator())
+    except (InputError, TypeError, RuntimeError, LookupError, ValueError) as error:
+        if str(path) in str(error):
+            raise  # already a message about the inner adapter
+        raise InputError(
+            f"{path}: no {kind} can be built from {str(sizes)[:80]} ({short_error(error)}); save the adapter again"
+        ) from error
+
+# %% ../../nbs/method/01_adapters.ipynb #load-adapter
+_FLOAT_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def _check_state(path: Path, adapter: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    "Check shapes, types and values of the weights read for an adapter."
+    expected = {name: list(t.shape) for name, t in adapter.state_dict().items()}
+    found = {name: list(t.shape) for name, t in state.items()}
+    for name in expected | found:
+        if expected.get(name) != found.get(name):
+            raise InputError(
+                f"{path}: weight {name} must have shape {expected.get(name)}, got {found.get(name)}; "
+                "the file belongs to other sizes: save the adapter again"
+            )
+    types = {t.dtype for t in state.values()}
+    if len(types) > 1 or not types <= _FLOAT_TYPES:
+        raise InputError(
+            f"{path}: weights must be of one floating type, got {sorted(map(str, types))}; save the adapter again"
+        )
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{path}: weight {name} has NaN or inf; train again with a lower learning rate")
+    if "max_displacement" in state:
+        _check_bound(state["max_displacement"], f"{path}: ")
 
 # %% ../../nbs/method/01_adapters.ipynb #load-adapter-facade
 def load_adapter(path: Path | str) -> nn.Module:
@@ -695,28 +879,34 @@ def load_adapter(path: Path | str) -> nn.Module:
         ...
     ega.data.arrays.InputError: missing.safetensors: no such adapter; expected a file written by ...
     """
-    from safetensors import SafetensorError, safe_open
-
     path = check_path(path)
     if path.is_dir():
         path = path / "adapter.safetensors"  # written by EmbeddingAdapter.save and `ega fit`
-    check_is_file(path, "an adapter written by save_adapter, EmbeddingAdapter.save or `ega fit`")
-    try:
-        with safe_open(path, "pt") as f:
-            header = json.loads((f.metadata() or {})["ega"])
-            state = {name: f.get_tensor(name).clone() for name in f.keys()}  # copies: the file may be replaced
-        with torch.device("meta"):  # shapes only, so that a wrong size in a file cannot exhaust the memory
-            adapter = _build_from_config(header["kind"], header["sizes"])
-        adapter.load_state_dict(state, assign=True)
-        if adapter_fingerprint(adapter) != header["fingerprint"]:
-            raise ValueError("the weights are not those that were saved")
-    except (SafetensorError, *READ_ERRORS) as error:
+    header, state = _read_adapter_file(path)
+    with torch.device("meta"):  # shapes only, so that a wrong size in a file cannot exhaust the memory
+        adapter = _build_from_config(path, header["kind"], header["sizes"])
+    _check_state(path, adapter, state)
+    adapter.load_state_dict(state, assign=True)
+    if adapter_fingerprint(adapter) != header["fingerprint"]:
         raise InputError(
-            f"{path}: expected a whole adapter file, but it cannot be read ({short_error(error)}); save it again"
-        ) from error
+            f"{path}: the weights are not those that were saved "
+            f"(fingerprint {str(header['fingerprint'])[:12]}..); copy or save it again"
+        )
     return adapter.eval()
 
 # %% ../../nbs/method/01_adapters.ipynb #transform
+def check_adapter(
+    adapter: Any,  # value to check
+) -> None:
+    "Raise `InputError` unless a value is a module with the attribute `d`, its number of columns."
+    if not isinstance(adapter, nn.Module) or not hasattr(adapter, "d"):
+        advice = "; pass its attribute adapter_" if hasattr(adapter, "adapter_") else ""
+        raise InputError(
+            f"adapter must be a module of ega.method.adapters with the attribute d, its number of columns; "
+            f"got {type(adapter).__name__}{advice}"
+        )
+
+
 def transform(
     adapter: nn.Module,
     x: np.ndarray,
@@ -758,6 +948,9 @@ def transform(
     >>> transform(LinearAdapter(2), np.array([[0.6, 0.8]]), device="cpu")
     array([[0.6, 0.8]], dtype=float32)
     """
+    check_adapter(adapter)
+    x = check_unit_norm(check_embeddings(x, dim=adapter.d), "x")  # type: ignore[arg-type]  # modules type attributes loosely
+    batch_size = check_positive_int(batch_size, "batch_size")
     device = pick_device(device)
     weight = next(adapter.parameters(), torch.empty(0))
     if adapter.training or weight.device != device:

@@ -10,7 +10,7 @@ __all__ = ['LinearMap', 'ClassStatistics', 'class_statistics', 'class_covariance
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -20,13 +20,19 @@ from sklearn.utils.validation import check_is_fitted
 
 from ega.data.arrays import (
     InputError,
+    check_embeddings,
+    check_labels,
+    check_number,
+    check_numbers,
+    check_positive_int,
     iter_unit_rows,
     normalize,
     rows_by_class,
+    short_repr,
 )
 from ..data.files import atomic_write, check_output, check_path, read_npz
 from ..data.threads import limit_threads
-from ..data.vectors import iter_normalized_batches, open_vectors, read_embeddings
+from ..data.vectors import check_embeddings_file, iter_normalized_batches, open_vectors, read_embeddings
 from ..measure.metrics import loo_lp_at_k
 
 # %% ../../nbs/method/05_closed_form.ipynb #linearmap
@@ -45,9 +51,14 @@ class LinearMap(TransformerMixin, BaseEstimator):
     ) -> np.ndarray:  # (n, k) float32 unit rows
         "Map embeddings and normalise them. Raises `NotFittedError` before `fit`."
         check_is_fitted(self, "matrix_")
-        z = (np.asarray(X, np.float32) - self.mean_) @ self.matrix_
+        x = check_embeddings(X, "X", dim=len(self.mean_))
+        z = (x - self.mean_) @ self.matrix_
         if (is_zero := ~z.any(1)).any():
-            raise InputError(f"{is_zero.sum()} of {len(z)} rows are 0 under the map, first row {is_zero.argmax()}")
+            normalize(x, "X")  # raises where X itself has zero rows
+            raise InputError(
+                f"{is_zero.sum()} of {len(x)} rows of X became 0 under the map, first row {is_zero.argmax()}; "
+                "they have no direction: drop them"
+            )
         return normalize(z, "z")
 
     def _set_map(self: _Map, matrix: np.ndarray, mean: np.ndarray) -> _Map:
@@ -73,7 +84,7 @@ class _ClassSums:
     "Sums over the rows of each class, with the arithmetic of whole statistics."
 
     def __init__(self, d: int):
-        self.d = d
+        self.d = check_positive_int(d, "d")
         self.classes, self.counts = np.empty(0, np.int64), np.empty(0, np.int64)
         self.sums, self.squares = np.zeros((0, self.d)), np.zeros((self.d, self.d))
 
@@ -93,11 +104,13 @@ class _ClassSums:
 
     def merge(self: _Statistics, other: _Statistics) -> _Statistics:
         "Add the statistics of other rows; returns self."
+        self._check_width(other)
         self._add(other.classes, other.counts, other.sums, other.squares)
         return self
 
     def subtract(self: _Statistics, other: _Statistics) -> _Statistics:
         "Remove rows that were added before; returns self."
+        self._check_width(other)
         present = dict(zip(self.classes.tolist(), self.counts.tolist()))
         for label, count in zip(other.classes.tolist(), other.counts.tolist()):
             if present.get(label, 0) < count:
@@ -113,6 +126,12 @@ class _ClassSums:
         order, relabelled = np.argsort(labels), type(self)(self.d)
         relabelled._add(labels[order], self.counts[order], self.sums[order], self.squares)
         return relabelled
+
+    def _check_width(self, other) -> None:
+        if not isinstance(other, _ClassSums):
+            raise InputError(f"expected ClassStatistics, got {type(other).__name__}")
+        if other.d != self.d:
+            raise InputError(f"the statistics must be of {self.d} columns, got {other.d}; use one encoder for all rows")
 
 # %% ../../nbs/method/05_closed_form.ipynb #088289f3
 class _StoredClassSums(_ClassSums):
@@ -145,6 +164,15 @@ class _StoredClassSums(_ClassSums):
 
 
 _STATISTICS = ("classes", "counts", "sums", "squares")  # arrays of a file
+
+# %% ../../nbs/method/05_closed_form.ipynb #b36f896b
+def _check_bool(
+    value: Any,  # value to check
+    name: str,  # name of the parameter in error messages
+) -> None:
+    "Raise `InputError` unless a value is True or False."
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{name} must be True or False, got {short_repr(value)}")
 
 # %% ../../nbs/method/05_closed_form.ipynb #51dff0f5
 class ClassStatistics(_StoredClassSums):
@@ -186,7 +214,8 @@ class ClassStatistics(_StoredClassSums):
     @limit_threads()
     def update(self, X: np.ndarray, y: np.ndarray) -> "ClassStatistics":
         "Add embeddings (m, d) with int labels (m,); rows labelled -1 are ignored. Returns self."
-        x, y = np.asarray(X, np.float32), np.asarray(y)
+        x = check_embeddings(X, "X", dim=self.d)
+        y = check_labels(y, len(x), min_classes=0)
         for first in range(0, len(x), _ROWS_AT_ONCE):
             labels = y[first : first + _ROWS_AT_ONCE]
             rows = x[first : first + _ROWS_AT_ONCE][labels >= 0].astype(np.float64)
@@ -246,15 +275,14 @@ def class_statistics(
         parts = ray.get([read_file.remote(path, y) for path, y in files])
         statistics = functools.reduce(ClassStatistics.merge, parts, ClassStatistics(d))
     """
-    path = Path(path)
+    path = check_embeddings_file(path, column)
     if path.suffix in (".npy", ".parquet"):
         vectors = open_vectors(path, column=column)
         n, blocks = vectors.n, iter_normalized_batches(vectors, 0, _ROWS_AT_ONCE)
     else:
         x, _ = read_embeddings(path, column)
         n, blocks = len(x), (block for _, block in iter_unit_rows(x, _ROWS_AT_ONCE))
-    if len(y) != n:
-        raise InputError(f"{path}: expected one label per row, got {n} rows and {len(y)} labels")
+    y = check_labels(y, n)
     first, statistics = 0, None
     for block in blocks:
         statistics = statistics or ClassStatistics(block.shape[1])
@@ -275,7 +303,15 @@ def class_covariances(
 
 def _statistics(x, y) -> ClassStatistics:
     "Statistics of a matrix in memory."
+    x = check_embeddings(x)
     return ClassStatistics(x.shape[1]).update(x, y)
+
+
+def _check_statistics(statistics: ClassStatistics) -> ClassStatistics:
+    "Return statistics of classes, or raise `InputError` for anything else."
+    if not isinstance(statistics, ClassStatistics):
+        raise InputError(f"statistics must be ClassStatistics, got {type(statistics).__name__}")
+    return statistics
 
 # %% ../../nbs/method/05_closed_form.ipynb #inverse-root
 def _shrunk_eigenvalues(
@@ -283,6 +319,7 @@ def _shrunk_eigenvalues(
     shrinkage: float,  # in [0, 1]
 ) -> np.ndarray:  # (d,) >= 0
     "Eigenvalues moved towards their mean, after negative rounding errors are set to 0."
+    check_number(shrinkage, "shrinkage (1 keeps the embeddings frozen)", minimum=0, maximum=1)
     return (1 - shrinkage) * np.clip(w, 0, None) + shrinkage * w.mean()
 
 
@@ -292,6 +329,10 @@ def shrunk_inverse_power(
     power: float = 1.0,  # 1 whitens fully, 0 returns the identity
 ) -> np.ndarray:  # (d, d), symmetric: the shrunk covariance to the power -power/2
     "Shrink a covariance and raise it to the power -`power`/2, by its eigendecomposition."
+    check_number(power, "power", minimum=0)
+    S = check_numbers(S, "S", max_ndim=2)
+    if S.shape != S.T.shape or S.ndim != 2 or not np.allclose(S, S.T, rtol=0, atol=1e-6 * np.abs(S).max()):
+        raise InputError(f"S must be a symmetric matrix (d, d), got {short_repr(S)}; pass a covariance")
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows
@@ -359,7 +400,8 @@ class WCCN(LinearMap):
     @limit_threads()
     def fit_statistics(self, statistics: ClassStatistics) -> "WCCN":
         "Fit from `ClassStatistics`, without the embeddings themselves; returns self."
-        A = shrunk_inverse_power(statistics.covariances()[0], self.shrinkage, self.power)
+        _check_bool(self.center, "center")
+        A = shrunk_inverse_power(_check_statistics(statistics).covariances()[0], self.shrinkage, self.power)
         A *= np.sqrt(len(A) / np.square(A).sum())
         return self._set_map(A, statistics.mean * self.center)
 
@@ -416,9 +458,13 @@ class ValidatedWCCN(LinearMap):
     def fit(self, X: np.ndarray, y: np.ndarray) -> "ValidatedWCCN":
         "Fit on embeddings (n, d) and int labels (n,), and validate on left-out classes; returns self."
         # with classes left out the within-class covariance may be zero in some directions, so 0 is not allowed
+        check_number(self.shrinkage, "shrinkage", above=0, maximum=1)
+        check_positive_int(self.random_state, "random_state", minimum=0)
+        check_positive_int(self.cv, "cv", minimum=2)
+        check_positive_int(self.max_rows, "max_rows", minimum=2)
         normalize(X, "X")  # raises for a row of zeros, with its number
         whitening = WCCN(self.shrinkage).fit(X, y)
-        self.lp_changes_ = 100 * _left_out_changes(X, y, self)
+        self.lp_changes_ = 100 * _left_out_changes(check_embeddings(X), check_labels(y, len(X)), self)
         matrix = np.eye(len(whitening.matrix_)) if _is_loss(self.lp_changes_) else whitening.matrix_
         return self._set_map(matrix, whitening.mean_)
 
@@ -505,13 +551,21 @@ class LDAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "LDAMap":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
+        _check_bool(self.center, "center")
         statistics = _statistics(X, y)
         within, between = statistics.covariances()
         d, n_classes = statistics.d, len(statistics.classes)
         k = min(n_classes - 1, d) if self.n_components is None else self.n_components
+        _check_n_components(k, d)
         root = shrunk_inverse_power(within, self.shrinkage)
         U = np.linalg.eigh(root @ between @ root)[1][:, ::-1]
         return self._set_map(root @ U[:, :k], statistics.mean * self.center)
+
+# %% ../../nbs/method/05_closed_form.ipynb #check-n-components
+def _check_n_components(k: int, d: int) -> None:
+    "Check the number of directions to keep."
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= d:
+        raise InputError(f"n_components must lie in 1..{d}, got {short_repr(k)}; the embeddings have {d} columns")
 
 # %% ../../nbs/method/05_closed_form.ipynb #d69ae4eb
 _FLOOR = 0.1  # share of the mean eigenvalue at which a direction is scaled by sqrt(1/2)
@@ -584,7 +638,9 @@ def discriminant_path(
     shrinkage: float = 0.5,  # of the within-class covariance, in [0, 1]
 ) -> list[DiscriminantWhitening]:  # one fitted map for each value
     "Fit `DiscriminantWhitening` for several values of `discrimination`, from one decomposition."
-    R = shrunk_inverse_power(statistics.covariances()[0], shrinkage)
+    for g in discriminations:
+        check_number(g, "discrimination (0 whitens alone)", minimum=0, maximum=1)
+    R = shrunk_inverse_power(_check_statistics(statistics).covariances()[0], shrinkage)
     R *= np.sqrt(len(R) / np.square(R).sum())
     l, U = _between_directions(statistics.between_factor() @ R)
     kept = np.sqrt(l / (l + _FLOOR * l.sum() / len(R)))
@@ -655,10 +711,13 @@ class PCAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> "PCAMap":
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
-        x = np.asarray(X, np.float32)
+        _check_bool(self.center, "center")
+        _check_bool(self.whiten, "whiten")
+        x = check_embeddings(X)
         mean = x.mean(0, dtype=np.float64)
         d = x.shape[1]
         k = d if self.n_components is None else self.n_components
+        _check_n_components(k, d)
         w, V = np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0).reshape(d, -1))
         w = _shrunk_eigenvalues(w, self.shrinkage)
         w, V = w[::-1][:k], V[:, ::-1][:, :k]  # eigh sorts in ascending order
@@ -692,7 +751,10 @@ class LogitMap(LinearMap):
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
 
-        x = np.asarray(X, np.float32)
+        check_number(self.C, "C", above=0)
+        check_positive_int(self.max_iter, "max_iter")
+        x = check_embeddings(X)
+        y = check_labels(y, len(x), min_classes=2)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)  # y holds classes
             warnings.simplefilter("ignore", ConvergenceWarning)  # given below, with the name of the map
@@ -715,4 +777,4 @@ class LogitMap(LinearMap):
     ) -> np.ndarray:  # (n,) labels of seen classes
         "The label with the largest logit. Raises `NotFittedError` before `fit`."
         check_is_fitted(self, "model_")
-        return self.model_.predict(X)
+        return self.model_.predict(check_embeddings(X, dim=len(self.mean_)))

@@ -22,9 +22,14 @@ import torch
 
 from ega.data.arrays import (
     InputError,
+    check_embeddings,
+    check_labels,
+    check_number,
+    check_unit_norm,
     normalize,
     pick_device,
     rows_by_class,
+    short_repr,
     spawn_rngs,
     torch_generator,
 )
@@ -194,6 +199,21 @@ def build_objective(
 STATISTICS_TRANSFORMS = ("wccn", "centered_wccn", "discriminant_whitening")  # fitted from ClassStatistics alone
 
 
+def _check_statistics(config: AdapterConfig, x: np.ndarray, statistics: ClassStatistics) -> None:
+    "Raise `InputError` for statistics from which the closed form cannot be fitted."
+    if not isinstance(statistics, ClassStatistics):
+        raise InputError(f"statistics must be ClassStatistics or None, got {short_repr(statistics)}")
+    if config.init_transform not in STATISTICS_TRANSFORMS:
+        raise InputError(
+            f"init_transform must be one of {', '.join(STATISTICS_TRANSFORMS)} with statistics, got "
+            f"{config.init_transform!r}; give all rows and no statistics"
+        )
+    if statistics.d != x.shape[1]:
+        raise InputError(
+            f"statistics must be of {x.shape[1]} columns, as x has, got {statistics.d}; use one encoder for all rows"
+        )
+
+
 def fit_closed_form_start(
     config: AdapterConfig,
     x: np.ndarray,  # (n, d) embeddings
@@ -201,6 +221,8 @@ def fit_closed_form_start(
     statistics: ClassStatistics | None = None,  # of all rows, where x and y are a sample of them
 ) -> LinearMap | None:  # None: the embeddings as they are
     "Fit the closed form in front of the adapter."
+    if statistics is not None:
+        _check_statistics(config, x, statistics)
     if config.init_transform == "raw":
         return None
     if config.init_transform == "probe":
@@ -258,6 +280,14 @@ def _keep_needed(config, x, y):
 FittedMethod = namedtuple("FittedMethod", "init_transform adapter history")  # None where the method has none
 
 
+def _check_config(config):
+    "Raise `InputError` for anything but a configuration with the four fields of MethodConfig."
+    if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
+        raise InputError(
+            f"config must be a MethodConfig, got {type(config).__name__}; see ega.method.config.build_method_config"
+        )
+
+
 @limit_threads()
 def fit_method(
     config: MethodConfig,  # or another configuration with its four fields
@@ -270,6 +300,9 @@ def fit_method(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
+    _check_config(config)
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x))
     init_transform = fit_closed_form_start(config.adapter, x, y, statistics)
     if config.loss is None or config.train is None:
         return FittedMethod(init_transform, None, None)
@@ -326,10 +359,23 @@ class AdapterPath:
         return x_ + g, residual(end, x_) - g
 
 # %% ../../nbs/method/07_methods.ipynb #0e139f00
+def _check_mergeable(config):
+    "Raise `InputError` for a closed form in front of an adapter that is not linear."
+    part = getattr(config, "adapter", None)
+    if part and part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
+        raise InputError(
+            f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}; "
+            "use a linear adapter, or init_transform 'raw'"
+        )
+
+
 @limit_threads()
 def _fit_start(config, x, y, statistics):
     "The adapter of `fit_path` at strength 0, a closed form in front of a trained adapter; nothing is trained."
+    _check_mergeable(config)
     check_loss(config.loss)
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x), min_classes=2)
     closed_form = fit_closed_form_start(config.adapter, x, y, statistics)
     x, _ = _keep_needed(config, x, y)
     return merge_linear(closed_form.matrix_, mean=closed_form.mean_, x=x)
@@ -345,10 +391,12 @@ def fit_path(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> AdapterPath:
     "Fit a method and return the adapters at all its strengths."
+    _check_mergeable(config)
+    x = check_embeddings(x)
     closed_form, adapter, _ = fit_method(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch)
     if closed_form is None:
         return AdapterPath(LinearAdapter(x.shape[1]).eval() if adapter is None else adapter.cpu().eval())
-    merge = partial(merge_linear, mean=closed_form.mean_, x=_keep_needed(config, x, y)[0])
+    merge = partial(merge_linear, mean=closed_form.mean_, x=_keep_needed(config, x, check_labels(y))[0])
     if adapter is not None:
         return AdapterPath(merge(closed_form.matrix_, adapter.cpu()), merge(closed_form.matrix_))
     if isinstance(closed_form, DiscriminantWhitening):  # strength is its discrimination
@@ -419,6 +467,7 @@ def fit_adapter(
     >>> fit_adapter(build_method_config("linear_supcon", epochs=2), x, np.array([0, 0, 1, 1]), device="cpu")
     LinearAdapter(d=4)
     """
+    check_number(strength, "strength", minimum=0, maximum=1)
     if strength == 0 and getattr(config, "loss", None) and config.adapter.init_transform != "raw":
         return _fit_start(config, x, y, statistics)
     return fit_path(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch).at(strength)
@@ -479,6 +528,8 @@ def update_adapter(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> LinearAdapter:  # on the CPU, in eval mode
     "Fit the closed form of an adapter on other rows by their class statistics, and keep its trained part or train it."
+    _check_config(config)
+    check_number(strength, "strength", minimum=0, maximum=1)
     if not can_update(config, strength):
         raise InputError(
             "an adapter can be updated if its closed form is fitted from class statistics "
@@ -486,7 +537,9 @@ def update_adapter(
             "mixed with the frozen embeddings at strength 1 only; fit this one again on all rows"
         )
     fitted, W, norm = _closed_form_of(config.adapter, after)
-    T = np.eye(len(W))
+    d, T = len(W), np.eye(len(W))
+    if not isinstance(adapter, LinearAdapter) or adapter.d != d or getattr(before, "d", d) != d:
+        raise InputError(f"adapter and before must be a LinearAdapter and statistics of {d} columns, as after has")
     if config.loss is not None and strength > 0:
         _, W_before, norm_before = _closed_form_of(config.adapter, before)
         T = norm_before * np.linalg.solve(W_before, adapter.as_matrix().double().cpu().numpy().T).T

@@ -413,5 +413,10 @@ def effective_rank(
 ) -> float:  # in [1, r]
     "Exponential of the entropy of the normalised singular values."
     s = np.asarray(singular_values, dtype=np.float64)
+    if s.ndim != 1 or not (s >= 0).all() or not s.sum() > 0:
+        raise InputError(
+            f"expected a list of singular values, >= 0 and not all 0, got shape {s.shape}; "
+            "pass np.linalg.svd(W, compute_uv=False)"
+        )
     p = s[s > 0] / s.sum()
     return float(np.exp(-(p * np.log(p)).sum()))

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LossOutput', 'PROXY_LR_MULTIPLIER', 'Objective', 'pairwise_objective', 'batch_triplet_objective',
            'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'lr_factor', 'TrainHistory',
-           'save_checkpoint', 'load_checkpoint', 'train']
+           'save_checkpoint', 'load_checkpoint', 'train', 'train_many']
 
 # %% ../../nbs/method/04_training.ipynb #b180ea7d
+import copy
 import json
 import time
 from collections import namedtuple
@@ -24,10 +25,15 @@ from torch.autograd.function import once_differentiable
 from ega.data.arrays import (
     InputError,
     Rngs,
+    check_embeddings,
+    check_labels,
+    check_number,
+    check_unit_norm,
     pick_device,
+    short_repr,
     torch_generator,
 )
-from ..data.files import READ_ERRORS, atomic_write, hash_arrays, short_error
+from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
 from ..data.threads import limit_threads
 from ega.method.active_ratio import (
     RowsByClass,
@@ -38,7 +44,7 @@ from ega.method.active_ratio import (
     random_numbers_for_dataset_triplets,
 )
 from .config import TrainConfig, config_to_dict
-from .losses import displacement_penalty, triplet_violations
+from .losses import check_loss_parameter, displacement_penalty, triplet_violations
 
 # %% ../../nbs/method/04_training.ipynb #objective
 LossOutput = namedtuple("LossOutput", "loss rho z")  # scalar; active ratio of the batch; adapted rows of the batch
@@ -119,6 +125,8 @@ def pairwise_objective(
     name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss over all pairs of the batch."
+    if not callable(loss):
+        raise InputError(f"loss must be a function of (z, y), such as ega.method.losses.supcon, got {short_repr(loss)}")
     name = name or _name_of_loss(loss)
 
     def step(forward, x, y, rows, uniforms):
@@ -183,6 +191,7 @@ def batch_triplet_objective(
     margin: float,  # hinge margin m, Euclidean distance
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the mini-batch."
+    check_loss_parameter(margin, "margin", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
         triplets, valid = batch_triplets_from_numbers(y[rows], uniforms)
@@ -199,6 +208,7 @@ def dataset_triplet_objective(
     self_positive: bool = False,  # may an anchor be its own positive?
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the whole data set."
+    check_loss_parameter(margin, "margin", minimum=0)
     if len(index.count) < 2:
         raise InputError(
             f"triplets need at least 2 classes, got {len(index.count)}; negatives come from another class: add one"
@@ -237,6 +247,7 @@ def with_displacement_penalty(
     lam: float,  # weight of the penalty, >= 0
 ) -> Objective:
     "Add lam * mean ||f(x) - x||^2 over the batch, a penalty on leaving the embeddings that the adapter starts from."
+    check_loss_parameter(lam, "lam", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
         output = objective.step(forward, x, y, rows, uniforms)
@@ -406,6 +417,15 @@ def load_checkpoint(
     return header["epoch"]
 
 # %% ../../nbs/method/04_training.ipynb #labelled
+def _check_training_rows(x, y) -> tuple[np.ndarray, np.ndarray]:
+    "Check unit rows (n, d) and their labels (n,), at least two classes and no row without a label."
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x), min_classes=2)
+    if (y < 0).any():
+        raise InputError(f"training needs labelled rows, got {(y < 0).sum()} rows with label -1; drop them first")
+    return x, y
+
+
 def _check_finite(record: np.ndarray, epoch: int, config: TrainConfig) -> None:
     "Stop training when a loss is NaN or infinite; `record` (..., steps, 2) is that of one epoch."
     if epoch == 0 and not np.isfinite(record[..., 0, :]).all():
@@ -418,6 +438,16 @@ def _check_finite(record: np.ndarray, epoch: int, config: TrainConfig) -> None:
             f"the loss became NaN or infinite in epoch {epoch}; lower the learning rate ({config.lr}), "
             "or check the gradient of the loss"
         )
+
+# %% ../../nbs/method/04_training.ipynb #check-training-arguments
+def _check_training_arguments(adapter, objective, rngs, config) -> None:
+    "Raise `InputError` for an argument of another type."
+    expected = {"adapter": torch.nn.Module, "objective": Objective, "rngs": Rngs, "config": TrainConfig}
+    for value, (name, kind) in zip((adapter, objective, rngs, config), expected.items()):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    if not any(p.requires_grad for p in adapter.parameters()):
+        raise InputError(f"adapter must have parameters that require a gradient, got none in {type(adapter).__name__}")
 
 # %% ../../nbs/method/04_training.ipynb #train
 PROXY_LR_MULTIPLIER = 100
@@ -531,8 +561,12 @@ def train(
     >>> len(history.loss)
     3
     """
-    path = None if checkpoint is None else Path(checkpoint)
-    x, y = np.ascontiguousarray(x, np.float32), np.asarray(y)
+    _check_training_arguments(adapter, objective, rngs, config)
+    check_number(checkpoint_interval, "checkpoint_interval (seconds)", minimum=0)
+    if on_epoch is not None and not callable(on_epoch):
+        raise InputError(f"on_epoch must be a function of two numbers, got {short_repr(on_epoch)}")
+    path = None if checkpoint is None else check_path(checkpoint, "checkpoint")
+    x, y = _check_training_rows(x, y)
     owner = hash_arrays(x, y, np.frombuffer(json.dumps(config_to_dict(config)).encode(), np.uint8))
     run = _prepare_run(adapter, objective, rngs, config, pick_device(device))
     finished = load_checkpoint(path, *run, owner=owner) if path and path.exists() else 0
@@ -542,3 +576,144 @@ def train(
     if path:
         path.unlink(missing_ok=True)
     return run[-1]
+
+# %% ../../nbs/method/04_training.ipynb #padded
+def _pad(tensors, device) -> torch.Tensor:
+    "Tensors of unequal length as one tensor, with zeros after the shorter ones."
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+
+
+class _StackedRuns:
+    "S runs with stacked weights, rows, labels and class indices, for one `torch.vmap`."
+
+    def __init__(self, adapters, rows, labels, make_objective, settings, device):
+        self.base = copy.deepcopy(adapters[0]).eval()  # in eval mode all shapes are known in advance, as vmap needs
+        self.weights, _ = torch.func.stack_module_state([a.to(device) for a in adapters])
+        y = [torch.from_numpy(run_labels) for run_labels in labels]
+        self.sizes = [len(run_rows) for run_rows in rows]
+        self.x = _pad([torch.from_numpy(run_rows) for run_rows in rows], device)
+        self.y = _pad(y, device)
+        self.index = RowsByClass(*(_pad(list(part), device) for part in zip(*map(index_rows_by_class, y))))
+        self.settings = {name: torch.as_tensor(values, device=device) for name, values in settings.items()}
+        self.make_objective = make_objective
+
+    def step(self, runs, rows, uniforms):
+        "Loss and rho (W,) of the W runs numbered `runs`, on batches (W, B) with uniform numbers (W, ...)."
+
+        def one_run(weights, x, y, index, settings, rows, uniforms):
+            def forward(rows, has_repeats=False):
+                z = torch.func.functional_call(self.base, weights, (x[rows],))
+                return (z, torch.arange(len(rows), device=x.device)) if has_repeats else z
+
+            objective = self.make_objective(RowsByClass(*index), **settings)
+            return objective.step(forward, x, y, rows, uniforms)[:2]
+
+        parts = self.weights, self.x, self.y, tuple(self.index), self.settings
+        if len(runs) < len(self.sizes):
+            parts = torch.utils._pytree.tree_map(lambda t: t[runs], parts)
+        return torch.vmap(one_run)(*parts, rows, uniforms)
+
+# %% ../../nbs/method/04_training.ipynb #stacked-epoch
+def _train_stacked_epoch(stack, optimizer, batch_size, orders, triplets, draw) -> np.ndarray:
+    "One pass of every run over its rows; returns loss and rho of each step, (S, steps, 2)."
+    permutations = [torch.randperm(n, generator=g, device=g.device) for n, g in zip(stack.sizes, orders)]
+    record = []
+    for rows in zip(*(p.split(batch_size) for p in permutations)):
+        lengths = [len(r) for r in rows]
+        total = torch.zeros((), device=rows[0].device)
+        outputs = torch.empty(len(rows), 2, device=rows[0].device)
+        for length in sorted(set(lengths)):  # the last batches can differ by a few rows
+            runs = [i for i, n in enumerate(lengths) if n == length]
+            uniforms = torch.stack([draw(length, triplets[i]) for i in runs])
+            loss, rho = stack.step(runs, torch.stack([rows[i] for i in runs]), uniforms)
+            total = total + loss.sum()
+            outputs[runs] = torch.stack([loss.detach(), rho], 1).float()
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        optimizer.step()
+        record.append(outputs)
+    return torch.stack(record, 1).double().cpu().numpy()
+
+# %% ../../nbs/method/04_training.ipynb #alike
+def _check_stackable(adapters, rows, labels, config: TrainConfig) -> None:
+    "Check that runs take the same steps."
+    properties: dict[str, list] = {
+        "architecture": [(type(a).__name__, *(tuple(p.shape) for p in a.parameters())) for a in adapters],
+        "number of classes": [len(np.unique(run_labels)) for run_labels in labels],
+        "number of steps per epoch": [-(-len(run_rows) // config.batch_size) for run_rows in rows],
+    }
+    for name, values in properties.items():
+        if len(set(values)) > 1:
+            raise InputError(
+                f"runs trained together must have one {name}, got {sorted(set(map(str, values)))}; train them in groups"
+            )
+
+
+def _check_one_per_run(n_runs: int, **lists) -> None:
+    "Check that every list has one entry for each run."
+    for name, entries in lists.items():
+        if len(entries) != n_runs:
+            raise InputError(f"{name} must have one entry per run: {n_runs}, got {len(entries)}")
+
+# %% ../../nbs/method/04_training.ipynb #train-stacked
+def _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, device) -> list[TrainHistory]:
+    "Train all runs in one stack, in place."
+    start = time.monotonic()
+    first = make_objective(index_rows_by_class(torch.from_numpy(labels[0])), **{k: v[0] for k, v in settings.items()})
+    if first.parameters:
+        raise InputError(
+            "runs trained together must train adapters alone, got an objective with parameters of its own; "
+            "pass stacked=False"
+        )
+    stack = _StackedRuns(adapters, rows, labels, make_objective, settings, device)
+    histories = [TrainHistory() for _ in rows]
+    optimizer = torch.optim.AdamW(stack.weights.values(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    orders = [torch_generator(r.order, device) for r in rngs]
+    triplets = [torch_generator(r.triplets, device) for r in rngs]
+    for epoch in range(config.epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * lr_factor(config, epoch)
+        record = _train_stacked_epoch(stack, optimizer, config.batch_size, orders, triplets, first.draw)
+        _check_finite(record, epoch, config)
+        for history, run_record in zip(histories, record):
+            history.loss += run_record[:, 0].tolist()
+            history.rho += run_record[:, 1].tolist()
+    for i, (adapter, history) in enumerate(zip(adapters, histories)):
+        adapter.load_state_dict({name: v[i].detach() for name, v in stack.weights.items()})
+        adapter.eval()
+        history.seconds = (time.monotonic() - start) / len(histories)
+    return histories
+
+# %% ../../nbs/method/04_training.ipynb #train-many
+def train_many(
+    adapters: list[torch.nn.Module],  # S adapters of one architecture; trained in place
+    make_objective: Callable,  # function of (index, **settings) -> Objective, index a RowsByClass
+    x: list[np.ndarray],  # S arrays of unit rows (n_s, d)
+    y: list[np.ndarray],  # S arrays of labels (n_s,)
+    *,
+    settings: dict[str, list[float]],  # name -> S numbers, such as margin or lam
+    rngs: list[Rngs],  # S results of ega.data.arrays.spawn_rngs
+    config: TrainConfig = TrainConfig(),  # shared by all runs
+    device: str | torch.device | None = None,  # None: CUDA when there is one
+    stacked: bool | None = None,  # None: stack the runs on CUDA; False: one after the other
+) -> list[TrainHistory]:
+    "Train many runs of one architecture; each ends where `train` would have taken it alone."
+    target = pick_device(device)
+    rows, labels = zip(*map(_check_training_rows, x, y))
+    _check_one_per_run(len(rows), adapters=adapters, rngs=rngs, **settings)
+    _check_stackable(adapters, rows, labels, config)
+    if stacked is None:
+        stacked = target.type == "cuda" and config.steps_per_epoch is None
+    if stacked and config.steps_per_epoch is not None:
+        raise InputError(
+            "runs trained together make whole passes over their rows, got steps_per_epoch; pass stacked=False"
+        )
+    if stacked:
+        with limit_threads(_step_flops(adapters[0], rows[0].shape[1], config.batch_size)):
+            return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
+    histories = []
+    for i, adapter in enumerate(adapters):
+        index = index_rows_by_class(torch.from_numpy(labels[i]).to(target))
+        objective = make_objective(index, **{name: values[i] for name, values in settings.items()})
+        histories.append(train(adapter, objective, rows[i], labels[i], rngs=rngs[i], config=config, device=target))
+    return histories

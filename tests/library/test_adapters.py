@@ -377,9 +377,19 @@ def test_interpolate_ends_arc_and_array_types():
     assert interpolate(x.astype("f4"), z.astype("f4"), 0.5).dtype == np.float32
 
 
-def test_interpolate_refuses_opposite_rows():
-    with pytest.raises(InputError):
+@pytest.mark.parametrize("strength", (-0.1, 1.1, float("nan")))
+def test_interpolate_refuses_strength_outside_0_to_1(strength):
+    with pytest.raises(InputError, match="strength"):
+        interpolate(np.eye(2), np.eye(2), strength)
+
+
+def test_interpolate_refuses_opposite_rows_and_other_shapes():
+    with pytest.raises(InputError, match="opposite"):
         interpolate(circle_points(10), circle_points(190), 0.5)
+    with pytest.raises(InputError, match="one shape"):
+        interpolate(np.eye(2), np.eye(3), 0.5)  # would not broadcast
+    with pytest.raises(InputError, match="one shape"):
+        interpolate(np.eye(3), np.eye(3)[:1], 0.5)  # would broadcast silently
 
 
 # transform
@@ -422,6 +432,18 @@ def test_transform_runs_in_eval_mode():
     assert np.allclose(transform(f, x, device="cpu"), x, atol=1e-6) and f.training
 
 
+def test_transform_refuses_bad_input():
+    f = make("LinearAdapter", 4)
+    with pytest.raises(InputError, match="4 columns"):
+        transform(f, np.eye(3))
+    with pytest.raises(InputError, match="unit rows"):
+        transform(f, 2 * np.eye(4))
+    with pytest.raises(InputError, match="batch"):
+        transform(f, np.eye(4), batch_size=0)
+    with pytest.raises(InputError, match="NaN"):
+        transform(f, np.full((2, 4), np.nan))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("kind", KINDS)
 def test_transform_on_cuda(kind):
@@ -429,6 +451,28 @@ def test_transform_on_cuda(kind):
     assert np.allclose(transform(f, x), transform(f, x, device="cpu"), atol=1e-5)  # another order of sums
     assert next(f.parameters()).device.type == "cpu"
     assert all(torch.equal(p.cpu(), q) for p, q in zip(make(kind, 64).cuda().parameters(), make(kind, 64).parameters()))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda g: PaperEGA(0, gen=g), "d must be an integer >= 1"),
+        (lambda g: PaperEGA(4.0, gen=g), "d must be"),
+        (lambda g: ReleasedEGA(8, hidden=0, gen=g), "hidden"),
+        (lambda g: LoRAAdapter(8, rank=9, gen=g), "rank must be at most d = 8"),
+        (lambda g: LoRAAdapter(8, rank=0, gen=g), "rank"),
+        (lambda g: LoRAAdapter(8, rank=2, scale=0.0, gen=g), "scale"),
+        (lambda g: LoRAAdapter(8, rank=2, scale=float("nan"), gen=g), "scale"),
+        (lambda g: LinearAdapter(True), "d must be"),
+        (lambda g: PaperEGA(8, gen=None), "torch.Generator"),
+        (lambda g: PaperEGA(8, gen=np.random.default_rng(0)), "torch.Generator"),
+        (lambda g: PaperEGA(8, gen=g)(torch.ones(2, 9)), "9"),
+        (lambda g: LinearAdapter(8)(torch.ones(9)), "d=8"),
+    ],
+)
+def test_bad_arguments_are_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call(torch.Generator())
 
 
 def test_transform_computes_one_batch_at_a_time():
@@ -487,6 +531,7 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
         (dict(state={"max_displacement": torch.tensor(0.0)}), "max_displacement must lie in"),
         (dict(state={"max_displacement": torch.tensor(-1.0)}), "max_displacement must lie in"),
         (dict(state={"max_displacement": torch.tensor(0.2)}), "not those that were saved"),
+        (dict(state={"max_displacement": torch.tensor([0.3])}), "weight max_displacement must have shape"),
         (dict(drop=["max_displacement"]), "weight max_displacement must have shape"),
         (dict(about={"sizes": {"inner": 3}}), "no BoundedDisplacementAdapter can be built"),
         (dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}), "no BoundedDisplacementAdapter can be built"),
@@ -516,8 +561,24 @@ def test_load_refuses_damaged_bounded_adapter(tmp_path, change, words):
         save_adapter(BoundedDisplacementAdapter(trained(make("LinearAdapter", 18)), 0.3), tmp_path / "f.safetensors"),
         **change,
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         load_adapter(path)
+
+
+def test_bound_that_rounds_to_0_or_2_is_refused(tmp_path):
+    for bound in (2 - 1e-9, 1e-50):
+        with pytest.raises(InputError, match="max_displacement must lie in"):
+            BoundedDisplacementAdapter(make("LinearAdapter", 18), bound)
+    with pytest.raises(InputError, match="f.safetensors: max_displacement must lie in"):
+        save_adapter(BoundedDisplacementAdapter(make("LinearAdapter", 18), 1.9999).half(), tmp_path / "f.safetensors")
+
+    class NamedBounded(nn.Linear):
+        d = 4
+
+    NamedBounded.__name__ = "BoundedDisplacementAdapter"
+    with pytest.raises(InputError, match="got BoundedDisplacementAdapter;"):
+        save_adapter(NamedBounded(4, 4), tmp_path / "f.safetensors")
+    assert not any(tmp_path.iterdir())
 
 
 def test_loaded_adapter_survives_deletion_of_its_file(tmp_path):
@@ -545,8 +606,8 @@ def test_save_refuses_other_modules_and_nan_weights(tmp_path):
     class SameAttributes(nn.Linear):
         d, hidden = 4, 4  # the attributes of ReleasedEGA
 
-    for f, _ in (
-        (nn.Linear(4, 4), ""),
+    for f, words in (
+        (nn.Linear(4, 4), "must be one of PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter"),
         (SameAttributes(4, 4), "must be one of"),
         (BoundedDisplacementAdapter(SameAttributes(4, 4), 0.1), "BoundedDisplacementAdapter around SameAttributes"),
         (
@@ -554,12 +615,12 @@ def test_save_refuses_other_modules_and_nan_weights(tmp_path):
             "BoundedDisplacementAdapter around BoundedDisplacementAdapter",
         ),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             save_adapter(f, tmp_path / "f")
     f = make("LinearAdapter", 4)
     with torch.no_grad():
         f.weight[1, 2] = float("nan")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="weight must be finite, got 1 NaN"):
         save_adapter(f, tmp_path / "f")
     assert not any(tmp_path.iterdir())
 
@@ -601,6 +662,7 @@ def damaged(path, *, about=None, state=None, drop=(), raw=None):
         (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
         (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
         (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.0}}), "not those that were saved"),
+        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "no LoRAAdapter can be built"),
         (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
         (dict(about={"fingerprint": 7}), "not those that were saved"),
         (dict(drop=["A"]), "weight A must have shape"),
@@ -611,24 +673,24 @@ def damaged(path, *, about=None, state=None, drop=(), raw=None):
 )
 def test_load_refuses_damaged_files(tmp_path, change, words):
     path = damaged(save_adapter(make("LoRAAdapter", 18), tmp_path / "f.safetensors"), **change)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words) as error:
         load_adapter(path)
     assert "; " in str(error.value) and str(path) in str(error.value)
 
 
 def test_load_refuses_other_files(tmp_path):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no such adapter"):
         load_adapter(tmp_path / "none")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no such adapter"):
         load_adapter(tmp_path)
     save_file({"weight": torch.zeros(2)}, tmp_path / "plain")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="cannot be read"):
         load_adapter(tmp_path / "plain")
 
 
 def test_load_refuses_pickles(tmp_path):
     torch.save(make("LoRAAdapter", 18), tmp_path / "f")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="cannot be read"):
         load_adapter(tmp_path / "f")
 
 
@@ -636,6 +698,8 @@ def test_ablated_ega_without_any_removed_part_is_released_ega():
     gen = lambda: torch.Generator().manual_seed(5)
     a, b, x = AblatedEGA(9, hidden=6, gen=gen()), ReleasedEGA(9, hidden=6, gen=gen()), rows(4, 9)
     assert torch.equal(trained(a)(x), trained(b)(x))
+    with pytest.raises(InputError, match="without must name residual, zero_init or sphere, got \\['l2'\\]"):
+        AblatedEGA(9, without=("l2",), gen=gen())
 
 
 def test_ablated_ega_lacks_each_named_part():
@@ -689,3 +753,25 @@ def test_scale_residual_scales_the_offset_too():
     assert torch.allclose(half(x), expected, atol=1e-6) and torch.equal(
         scale_residual(adapter, 0.0)(x), l2_normalize(x)
     )
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: LinearAdapter(4, bias=1), "bias must be True or False"),
+        (lambda: merge_linear(np.eye(4), LinearAdapter(4, bias=True), x=np.eye(4)), "with a bias cannot be merged"),
+    ],
+)
+def test_bad_bias_is_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
+
+
+def test_an_array_or_an_estimator_in_place_of_a_tensor_or_module_is_named():
+    with pytest.raises(
+        InputError, match="must be a torch.Tensor, got ndarray; for arrays use ega.method.adapters.transform"
+    ):
+        LinearAdapter(4)(np.eye(4, dtype="f4"))
+    estimator = type("Estimator", (), {"adapter_": LinearAdapter(4)})()
+    with pytest.raises(InputError, match="got Estimator; pass its attribute adapter_"):
+        transform(estimator, np.eye(4))

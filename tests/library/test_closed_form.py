@@ -262,11 +262,36 @@ def test_unlabelled_rows_are_ignored(m):
 
 def test_fewer_rows_than_dimensions_need_shrinkage():
     x, y = elongated_classes(3, 2, 8)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="5 of 8 directions"):
         WCCN(0.0).fit(x, y)
     assert np.isfinite(WCCN(0.1).fit_transform(x, y)).all() and np.isfinite(LDAMap().fit_transform(x, y)).all()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="directions have any variance"):
         PCAMap().fit(x)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda x, y: WCCN().fit(x, y * 0), "2 classes"),
+        (lambda x, y: LDAMap().fit(x, y * 0 - 1), "2 classes"),
+        (lambda x, y: WCCN().fit(x[::15], y[::15]), "one row each"),
+        (lambda x, y: WCCN(-0.1).fit(x, y), "[0, 1]"),
+        (lambda x, y: LDAMap(shrinkage=2).fit(x, y), "[0, 1]"),
+        (lambda x, y: PCAMap(shrinkage=2).fit(x), "[0, 1]"),
+        (lambda x, y: PCAMap(9).fit(x), "1..8"),
+        (lambda x, y: LDAMap(0).fit(x, y), "1..8"),
+        (lambda x, y: LogitMap(0).fit(x, y), "C must be a finite number > 0"),
+        (lambda x, y: ValidatedWCCN(0.0).fit(x, y), "(0, 1]"),
+        (lambda x, y: ValidatedWCCN(cv=1).fit(x, y), "cv must be an integer >= 2"),
+        (lambda x, y: ValidatedWCCN(max_rows=1).fit(x, y), "max_rows must be an integer >= 2"),
+        (lambda x, y: WCCN().fit(x, y).transform(x[:, :3]), "8 columns"),
+        (lambda x, y: WCCN().fit(x, y[:-1]), "one label per row"),
+    ],
+)
+def test_bad_input_is_refused(call, text):
+    with pytest.raises(InputError) as error:
+        call(*elongated_classes())
+    assert text in str(error.value)
 
 
 @pytest.mark.parametrize("m", MAPS, ids=repr)
@@ -461,10 +486,32 @@ def test_statistics_of_a_file_take_constant_memory(tmp_path):
 
 def test_statistics_of_a_file_need_one_label_per_row(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.eye(4), b=np.eye(4))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="one label per row: 4 rows, 3 labels"):
         class_statistics(tmp_path / "x.npz", [0, 0, 1], column="a")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected one matrix"):
         class_statistics(tmp_path / "x.npz", [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda s, p: WCCN().fit_statistics(np.eye(8)), "must be ClassStatistics, got ndarray"),
+        (lambda s, p: s.update(np.ones((2, 3)), [0, 1]), "8 columns"),
+        (lambda s, p: s.update(np.ones((2, 8)), [0]), "one label per row"),
+        (lambda s, p: s.merge(ClassStatistics(3)), "8 columns, got 3"),
+        (lambda s, p: s.subtract(ClassStatistics(8).update(np.ones((16, 8)), np.zeros(16, int))), "hold 15"),
+        (lambda s, p: s.subtract(ClassStatistics(8).update(np.ones((1, 8)), [99])), "class 99"),
+        (lambda s, p: ClassStatistics(8).covariances(), "2 classes"),
+        (lambda s, p: ClassStatistics(0), "d must be"),
+        (lambda s, p: s.save(p / "a.npy"), "ending in .npz"),
+        (lambda s, p: discriminant_path(s, [1.5]), "[0, 1]"),
+        (lambda s, p: DiscriminantWhitening(0.3, shrinkage=2).fit_statistics(s), "[0, 1]"),
+    ],
+)
+def test_bad_statistics_are_refused(call, text, tmp_path):
+    with pytest.raises(InputError) as error:
+        call(statistics_of(*elongated_classes()), tmp_path)
+    assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -482,7 +529,7 @@ def test_damaged_statistics_are_refused(name, value, tmp_path):
     s = statistics_of(*elongated_classes())
     arrays = {key: getattr(s, key) for key in ("classes", "counts", "sums", "squares")} | {name: value}
     np.savez(tmp_path / "s.npz", **arrays)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="save it again"):
         ClassStatistics.load(tmp_path / "s.npz")
 
 
@@ -490,16 +537,48 @@ def test_equal_rows_of_each_class_are_named():
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(12), 10)
     for rows in (np.ones((120, 8)), rng.normal(size=(12, 8))[y]):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="because all rows of each class are equal; give rows that differ"):
             WCCN(shrinkage=0).fit(normalize(rows), y)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda x, y: WCCN(center="no").fit(x, y), "center must be True or False, got 'no'"),
+        (lambda x, y: LDAMap(center=None).fit(x, y), "center must be True or False, got None"),
+        (lambda x, y: PCAMap(whiten="yes").fit(x), "whiten must be True or False, got 'yes'"),
+        (lambda x, y: LogitMap("1").fit(x, y), "C must be a finite number > 0, got '1'"),
+        (lambda x, y: LDAMap("3").fit(x, y), "got '3'; the embeddings have 4 columns"),
+        (lambda x, y: ClassStatistics(4).mean, "the mean needs at least one labelled row"),
+    ],
+)
+def test_settings_of_another_type_are_named(call, words):
+    x = np.random.default_rng(0).normal(size=(12, 4))
+    with pytest.raises(InputError, match=words):
+        call(x, np.arange(12) % 3)
+
+
+@pytest.mark.parametrize(
+    "S, words",
+    [
+        (np.ones((2, 3)), "S must be a symmetric matrix"),
+        ([[1, 2], [0, 1]], "S must be a symmetric matrix"),
+        (np.ones(3), "S must be a symmetric matrix"),
+        ([[1, np.nan], [np.nan, 1]], "S must be finite"),
+        (None, "S must "),
+    ],
+)
+def test_only_a_symmetric_matrix_has_a_power(S, words):
+    with pytest.raises(InputError, match=words):
+        shrunk_inverse_power(S)
 
 
 def test_rows_that_are_zero_are_told_from_rows_that_become_zero():
     X = np.array([[1.0, 0.1, 0], [1.0, -0.1, 0], [0.1, 1.0, 0], [0.3, 1.0, 0]])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="X has 1 row of norm 0, first row 1"):
         WCCN().fit(X, [0, 0, 1, 1]).transform([[1, 0, 0], [0, 0, 0]])
     first_column = WCCN()._set_map(np.eye(3)[:, :1], np.zeros(3))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="2 of 3 rows of X became 0 under the map, first row 1"):
         first_column.transform([[1, 0, 0], [0, 1, 0], [0, 0, 1]])
 
 
@@ -515,5 +594,5 @@ def test_logit_map_warns_of_max_iter_alone():
 def test_validated_wccn_names_a_row_of_zeros():
     x, y = np.random.default_rng(0).normal(size=(160, 8)), np.arange(160) % 16
     x[5] = 0
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="X has 1 row of norm 0, first row 5"):
         ValidatedWCCN().fit(x, y)

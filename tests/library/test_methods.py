@@ -90,7 +90,7 @@ def test_default_epochs():
 
 @pytest.mark.parametrize("method", ("", "ega", "recipe", "supcon tau=0.1", None))
 def test_unknown_methods_are_refused(method):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="a method must be a key of .*; got"):
         build_method_config(method)
 
 
@@ -141,7 +141,7 @@ def test_parse_config_keeps_added_fields_that_are_not_default():
     ],
 )
 def test_parse_config_refuses_unknown_names_and_values(values, words):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         parse_config(MethodConfig, values)
 
 
@@ -206,7 +206,7 @@ def test_lora_rank_is_at_most_the_number_of_columns():
     ],
 )
 def test_configurations_that_build_nothing_are_refused(call, words):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         call(*make_data())
 
 
@@ -277,6 +277,14 @@ def test_fit_adapter_equals_fit_method_and_can_be_saved(method, tmp_path):
     assert not merged.training
 
 
+def test_fit_adapter_refuses_what_is_not_one_adapter():
+    x, y = make_data()
+    config = small("ega_released")
+    config = replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
+    with pytest.raises(InputError, match="merged only with a linear adapter, got adapter kind 'ega_released'"):
+        fit_adapter(config, x, y, device="cpu")
+
+
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
 def test_strength_goes_from_the_closed_form_to_the_trained_adapter(strength):
     x, y = make_data()
@@ -300,6 +308,12 @@ def test_strength_0_is_the_start_of_the_path_and_trains_nothing(method, monkeypa
     assert found.state_dict().keys() == expected.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("strength", [-0.1, 2, "1", None, float("nan")])
+def test_a_strength_outside_0_to_1_is_refused(strength):
+    with pytest.raises(InputError, match="strength must be a finite number in .0, 1."):
+        fit_adapter(small("affine_nca"), *make_data(), strength=strength, device="cpu")
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
@@ -360,6 +374,15 @@ def test_needed_rows_and_statistics_replace_all_rows(config, monkeypatch):
     assert adapter_fingerprint(sample_alone) != adapter_fingerprint(part)
 
 
+def test_statistics_of_another_kind_are_refused():
+    x, y = make_data()
+    statistics = ClassStatistics(12).update(x, y)
+    with pytest.raises(InputError, match="wccn, centered_wccn, discriminant_whitening with statistics, got 'lda'"):
+        fit_adapter(build_method_config("lda"), x, y, statistics=statistics)
+    with pytest.raises(InputError, match="12 columns, as x has, got 5"):
+        fit_adapter(build_method_config("wccn"), x, y, statistics=ClassStatistics(5))
+
+
 def test_whitened_nca_starts_from_validated_whitening():
     x, y = make_data()
     init_transform = fit_method(small("whitened_nca"), x, y, device="cpu").init_transform
@@ -414,7 +437,7 @@ def test_library_does_not_import_experiments(module):
     ],
 )
 def test_a_configuration_that_cannot_be_fitted_is_refused_when_it_is_made(make, words):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         make()
 
 
@@ -445,7 +468,7 @@ def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss, words
     register_loss("mine", loss)
     x, y = make_data()
     try:
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             build_objective(LossConfig("mine"), x, y, device="cpu")
     finally:
         del LOSSES["mine"]
@@ -455,7 +478,7 @@ def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss, words
 def test_a_tiny_temperature_is_named(loss):
     x, y = make_data()
     margin = {"cosface": 0.3, "proxy_anchor": 0.1}.get(loss)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="temperature tau"):
         build_objective(LossConfig(loss, tau=1e-30, margin=margin), x, y, device="cpu")
 
 
@@ -470,6 +493,15 @@ def test_a_loss_that_is_0_on_the_data_is_accepted():
     assert objective(LinearAdapter(4), x, y, torch.arange(4), torch.Generator()).loss == 0
 
 
+def test_fit_adapter_takes_unit_rows_in_any_container():
+    x, y = make_data()
+    for method in ("frozen", "wccn"):
+        fitted = fit_adapter(build_method_config(method), x.tolist(), y.tolist(), device="cpu")
+        assert np.array_equal(fitted.weight.detach(), fit_adapter(build_method_config(method), x, y).weight.detach())
+        with pytest.raises(InputError, match="x must have unit rows"):
+            fit_adapter(build_method_config(method), 3 * x, y, device="cpu")
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -480,11 +512,11 @@ def test_a_loss_that_is_0_on_the_data_is_accepted():
     ],
 )
 def test_settings_without_effect_are_refused(make, words):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         make()
 
 
 def test_entry_of_another_type_is_no_method(monkeypatch):
     monkeypatch.setitem(METHODS, "bad", 3)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="method must be a key of ega.method.config.METHODS"):
         build_method_config("bad")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
+from ega.data.arrays import InputError
 from ega.method.active_ratio import (
     active_ratio,
     batch_triplets_from_numbers,
@@ -92,6 +93,11 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
             index, lone, random_numbers_for_dataset_triplets(1, g), self_positive=allowed
         )
         assert bool(valid) == allowed and (not allowed or t.p == lone)
+
+
+def test_one_class_is_refused():
+    with pytest.raises(InputError, match="at least 2 classes"):
+        random_dataset_triplets(index_rows_by_class(torch.zeros(5).long()), torch.arange(5), gen=gen())
 
 
 def test_same_generator_same_triplets():

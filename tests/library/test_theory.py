@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ega.data.arrays import spawn_rngs, torch_generator
+from ega.data.arrays import InputError, spawn_rngs, torch_generator
 from ega.measure.metrics import displacement
 from ega.method.active_ratio import Triplets, dataset_triplets_from_numbers, index_rows_by_class
 from ega.method.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
@@ -319,6 +319,8 @@ def test_norms_are_measured_at_the_given_steps():
 
 def test_effective_rank():
     assert np.isclose(effective_rank([2, 2, 0]), 2) and effective_rank([3]) == 1 and 1 < effective_rank([1, 0.1]) < 2
+    for bad in ([-1, 2], [0, 0], [[1.0]]):
+        assert "singular values" in error_message(lambda: effective_rank(bad))
 
 
 # Bounded adapters
@@ -359,6 +361,8 @@ def test_bounded_adapter_starts_as_the_identity_and_a_large_bound_changes_nothin
     )
     z = transform(BoundedDisplacementAdapter(inner, 0.1), x, device="cpu")
     assert displacement(z, x.numpy()).max() <= 0.1 + 1e-6
+    for bad in (0, 2.1, float("nan")):
+        assert "(0, 2)" in error_message(lambda: BoundedDisplacementAdapter(inner, bad), InputError)
 
 
 def test_bounded_adapter_can_be_trained():

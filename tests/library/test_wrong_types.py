@@ -585,7 +585,9 @@ def calls(tmp_path_factory):
     return make_calls(folder) | make_store_calls(folder)
 
 
-NOT_HERE = {"method.losses.supcon"}  # its arguments are checked where training begins
+NOT_HERE = {
+    "method.losses.supcon"
+}  # its arguments are checked where training begins
 NAMES = [name for names in api.TASKS.values() for name in names if name not in NOT_HERE]
 
 
