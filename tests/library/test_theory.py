@@ -7,7 +7,7 @@ from torch import nn
 
 from ega.data.arrays import InputError, spawn_rngs, torch_generator
 from ega.measure.metrics import displacement
-from ega.method.active_ratio import Triplets, dataset_triplets_from_numbers, index_rows_by_class
+from ega.method.active_ratio import Triplets, index_rows_by_class, sample_dataset_triplets
 from ega.method.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
 from ega.method.config import TrainConfig
 from ega.method.losses import supcon, triplet_violations
@@ -240,7 +240,7 @@ def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
     seen, index = y < 4, index_rows_by_class(y[y < 4])
 
     def sample_triplets(y, rows, u):
-        return dataset_triplets_from_numbers(index, rows, u)
+        return sample_dataset_triplets(index, rows, u)
 
     adapter = ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)).double()
     recorder = TrajectoryRecorder(
@@ -281,7 +281,7 @@ def test_recording_does_not_change_the_training():
         inner,
         torch.tensor(x[:5]),
         gen=torch.Generator().manual_seed(0),
-        sample_triplets=lambda y, rows, u: dataset_triplets_from_numbers(index, rows, u),
+        sample_triplets=lambda y, rows, u: sample_dataset_triplets(index, rows, u),
         margin=0.2,
         every=4,
     )
