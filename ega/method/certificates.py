@@ -72,7 +72,7 @@ def _cosines(xq, xb, exclude, rows):
     "Cosines (m, nb) of the queries `rows` with all gallery rows, float64; -inf for the excluded row of each query."
     C = np.clip(xq[rows] @ xb.T, -1, 1)
     if exclude is not None:
-        C[np.arange(len(C)), exclude[rows]] = -np.inf
+        C[np.arange(len(C)), np.asarray(exclude)[rows]] = -np.inf
     return C
 
 

@@ -115,6 +115,8 @@ class ClassStatistics:
 
     def _add(self, classes, counts, sums, squares) -> None:
         "Add counts (c,), sums (c, d) and squares (d, d) of other rows; classes left without rows are dropped."
+        if squares.shape != self.squares.shape:
+            raise InputError(f"the statistics must be of {self.d} columns, got {len(squares)}")
         labels = np.union1d(self.classes, classes)
         if len(labels) > len(self.classes):
             old = np.searchsorted(labels, self.classes)
@@ -159,11 +161,11 @@ class ClassStatistics:
     def load(cls, path: "Path | str") -> "ClassStatistics":
         "Read statistics written by `save`, or raise `InputError`."
         arrays = read_npz(Path(path), _STATISTICS, "statistics written by ClassStatistics.save")
-        C, d = len(arrays["classes"]), len(arrays["squares"])
+        C, d = arrays["classes"].size, int(arrays["squares"].size ** 0.5)
         expected = {"classes": ((C,), "i"), "counts": ((C,), "i"), "sums": ((C, d), "f"), "squares": ((d, d), "f")}
         for name, (shape, kind) in expected.items():
             a = arrays[name]
-            if a.shape != shape or a.dtype.kind != kind or not np.isfinite(a).all():
+            if d < 1 or a.shape != shape or a.dtype.kind != kind or not np.isfinite(a).all():
                 raise InputError(f"{path}: {name} is not an array written by ClassStatistics.save; save it again")
         if (arrays["counts"] < 1).any() or (np.diff(arrays["classes"]) < 1).any():
             raise InputError(f"{path}: expected ascending classes with at least one row each; save it again")

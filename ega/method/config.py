@@ -47,10 +47,11 @@ def _check_choice(value, name, choices):
 
 
 def _check_range(config, minimum, maximum=float("inf"), **values):
-    "Raise `InputError` for a number outside its range; None is not set."
+    "Raise `InputError` for a number outside its range, such as NaN; None is not set."
     for name, value in values.items():
-        if value is not None and not (minimum <= value <= maximum and value < float("inf")):
-            raise InputError(f"{type(config).__name__}.{name} must be at least {minimum}, got {value!r}")
+        is_number = isinstance(value, (int, float)) and minimum <= value <= maximum and value != float("inf")
+        if value is not None and not is_number:
+            raise InputError(f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}")
 
 # %% ../../nbs/method/06_config.ipynb #trainconfig
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class TrainConfig:
     rows_per_class: int | None = field_omitted_at_default(None)  # of each class in a batch, with steps_per_epoch
 
     def __post_init__(self):
-        _check_range(self, minimum=1, maximum=2**63, epochs=self.epochs, steps=self.steps_per_epoch)
-        _check_range(self, minimum=2, maximum=2**63, batch_size=self.batch_size, rows_per_class=self.rows_per_class)
+        _check_range(self, minimum=1, epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)
+        _check_range(self, minimum=2, batch_size=self.batch_size, rows_per_class=self.rows_per_class)
         _check_range(self, minimum=0, lr=self.lr, weight_decay=self.weight_decay)
         if (self.steps_per_epoch is None) != (self.rows_per_class is None):
             raise InputError("TrainConfig.steps_per_epoch and rows_per_class must be given together")
@@ -106,8 +107,7 @@ class AdapterConfig:
                     f"AdapterConfig.{name} {verb} for kind {self.kind!r} with init_transform {self.init_transform!r}"
                 )
         _check_range(self, minimum=1, hidden=self.hidden, rank=self.rank)
-        if self.shrinkage is not None and not 0 <= self.shrinkage <= 1:
-            raise InputError(f"AdapterConfig.shrinkage must lie in [0, 1], got {self.shrinkage!r}")
+        _check_range(self, minimum=0, maximum=1, shrinkage=self.shrinkage)
 
 # %% ../../nbs/method/06_config.ipynb #lossconfig
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class LossConfig:
     options: dict | None = field_omitted_at_default(None)  # values of the further parameters of the loss, by name
 
     def __post_init__(self):
-        _check_range(self, minimum=0, margin=self.margin, lam=self.lam)
-        if self.tau is not None and not 0 < self.tau < float("inf"):
-            raise InputError(f"LossConfig.tau must be > 0, got {self.tau!r}")
+        _check_range(self, minimum=0, margin=self.margin, lam=self.lam, tau=self.tau)
+        if self.tau == 0:
+            raise InputError("LossConfig.tau must be > 0, got 0")
         if self.sampler is not None:
             _check_choice(self.sampler, "LossConfig.sampler", ("batch", "dataset"))
         if self.self_positive and self.sampler != "dataset":

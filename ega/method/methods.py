@@ -20,7 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.arrays import InputError, normalize, pick_device, rows_by_class, spawn_rngs, torch_generator
+from ega.data.arrays import (
+    InputError,
+    check_embeddings,
+    check_labels,
+    check_unit_norm,
+    normalize,
+    pick_device,
+    rows_by_class,
+    spawn_rngs,
+    torch_generator,
+)
 from ..data.threads import limit_threads
 from ..measure.metrics import cosine_std_of_negative_pairs
 from .active_ratio import index_rows_by_class
@@ -406,6 +416,10 @@ def fit_adapter(
     >>> fit_adapter(build_method_config("linear_supcon", epochs=2), x, np.array([0, 0, 1, 1]), device="cpu")
     LinearAdapter(d=4)
     """
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x))
+    if not 0 <= strength <= 1:
+        raise InputError(f"strength must lie in [0, 1], got {strength!r}")
     if strength == 0 and config.loss and config.adapter.init_transform != "raw":
         return _fit_start(config, x, y, statistics)
     return fit_path(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch).at(strength)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from ega.data.arrays import InputError
 from ega.method.active_ratio import (
     active_ratio,
     draw_for_dataset_triplets,
@@ -89,11 +88,6 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
     for allowed in (False, True):
         t, valid = sample_dataset_triplets(index, lone, draw_for_dataset_triplets(1, g), self_positive=allowed)
         assert bool(valid) == allowed and (not allowed or t.p == lone)
-
-
-def test_one_class_is_refused():
-    with pytest.raises(InputError, match="at least 2 classes"):
-        random_dataset_triplets(index_rows_by_class(torch.zeros(5).long()), torch.arange(5), gen=gen())
 
 
 def test_same_generator_same_triplets():
