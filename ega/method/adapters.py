@@ -498,7 +498,7 @@ def merge_linear(
     mean = np.zeros(d) if mean is None else np.asarray(mean, np.float64)
     # The normalisation removes a common factor of A, but scale_residual adds x to A x, so the factor must be fixed.
     if norm is None:
-        norm = np.linalg.norm((x - mean.astype(np.float32)) @ matrix, axis=1).mean()
+        norm = np.linalg.norm((np.asarray(x) - mean.astype(np.float32)) @ matrix, axis=1).mean()
     matrix = matrix / norm
     A = np.zeros((d, d))
     A[:k] = matrix.T if adapter is None else adapter.as_matrix().double().cpu().numpy() @ matrix.T

@@ -53,12 +53,61 @@ class LinearMap(TransformerMixin, BaseEstimator):
         self.n_features_in_ = len(self.mean_)
         return self
 
-# %% ../../nbs/method/05_closed_form.ipynb #51dff0f5
+# %% ../../nbs/method/05_closed_form.ipynb #labelled
 _ROWS_AT_ONCE = 2**13  # converted to float64 at a time
 _STATISTICS = ("classes", "counts", "sums", "squares")  # arrays of a file
 
 
-class ClassStatistics:
+_Sums = TypeVar("_Sums", bound="_ClassSums")
+
+
+class _ClassSums:
+    "Counts, class sums and squares, with the arithmetic of adding and removing rows."
+
+    def __init__(self, d: int):
+        self.d = d
+        self.classes, self.counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        self.sums, self.squares = np.zeros((0, d)), np.zeros((d, d))
+
+    def _add(self, classes, counts, sums, squares) -> None:
+        "Add counts (c,), sums (c, d) and squares (d, d) of other rows; classes left without rows are dropped."
+        if squares.shape != self.squares.shape:
+            raise InputError(f"the statistics must be of {self.d} columns, got {len(squares)}")
+        labels = np.union1d(self.classes, classes)
+        if len(labels) > len(self.classes):
+            old = np.searchsorted(labels, self.classes)
+            n_of, sum_of = np.zeros(len(labels), np.int64), np.zeros((len(labels), self.d))
+            n_of[old], sum_of[old] = self.counts, self.sums
+            self.classes, self.counts, self.sums = labels, n_of, sum_of
+        position = np.searchsorted(labels, classes)
+        self.counts[position] += counts
+        self.sums[position] += sums
+        self.squares += squares
+        if (kept := self.counts > 0).sum() < len(kept):
+            self.classes, self.counts, self.sums = self.classes[kept], self.counts[kept], self.sums[kept]
+
+    def merge(self: _Sums, other: _Sums) -> _Sums:
+        "Add the statistics of other rows; returns self."
+        self._add(other.classes, other.counts, other.sums, other.squares)
+        return self
+
+    def subtract(self: _Sums, other: _Sums) -> _Sums:
+        "Remove rows that were added before; returns self."
+        present = dict(zip(self.classes.tolist(), self.counts.tolist()))
+        for label, count in zip(other.classes.tolist(), other.counts.tolist()):
+            if present.get(label, 0) < count:
+                raise InputError(f"{count} rows of class {label} were to be removed, got {present.get(label, 0)}")
+        self._add(other.classes, -other.counts, -other.sums, -other.squares)
+        return self
+
+    def _relabel(self: _Sums, labels: np.ndarray) -> _Sums:
+        "The same statistics with the distinct labels (C,) in place of `classes`."
+        order, relabelled = np.argsort(labels), type(self)(self.d)
+        relabelled._add(labels[order], self.counts[order], self.sums[order], self.squares)
+        return relabelled
+
+# %% ../../nbs/method/05_closed_form.ipynb #51dff0f5
+class ClassStatistics(_ClassSums):
     """Counts, class sums and the sum of squares of labelled embeddings, which add up over parts of the data.
 
     Parameters
@@ -94,11 +143,6 @@ class ClassStatistics:
     (array([1, 2]), 3)
     """
 
-    def __init__(self, d: int):
-        self.d = d
-        self.classes, self.counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        self.sums, self.squares = np.zeros((0, d)), np.zeros((d, d))
-
     @limit_threads()
     def update(self, X: np.ndarray, y: np.ndarray) -> "ClassStatistics":
         "Add embeddings (m, d) with int labels (m,); rows labelled -1 are ignored. Returns self."
@@ -112,43 +156,6 @@ class ClassStatistics:
                 one_hot = csr_array((np.ones(len(rows)), (position, np.arange(len(rows)))))  # (c, m)
                 self._add(classes, counts, one_hot @ rows, rows.T @ rows)
         return self
-
-    def _add(self, classes, counts, sums, squares) -> None:
-        "Add counts (c,), sums (c, d) and squares (d, d) of other rows; classes left without rows are dropped."
-        if squares.shape != self.squares.shape:
-            raise InputError(f"the statistics must be of {self.d} columns, got {len(squares)}")
-        labels = np.union1d(self.classes, classes)
-        if len(labels) > len(self.classes):
-            old = np.searchsorted(labels, self.classes)
-            n_of, sum_of = np.zeros(len(labels), np.int64), np.zeros((len(labels), self.d))
-            n_of[old], sum_of[old] = self.counts, self.sums
-            self.classes, self.counts, self.sums = labels, n_of, sum_of
-        position = np.searchsorted(labels, classes)
-        self.counts[position] += counts
-        self.sums[position] += sums
-        self.squares += squares
-        if (kept := self.counts > 0).sum() < len(kept):
-            self.classes, self.counts, self.sums = self.classes[kept], self.counts[kept], self.sums[kept]
-
-    def merge(self, other: "ClassStatistics") -> "ClassStatistics":
-        "Add the statistics of other rows; returns self."
-        self._add(other.classes, other.counts, other.sums, other.squares)
-        return self
-
-    def subtract(self, other: "ClassStatistics") -> "ClassStatistics":
-        "Remove rows that were added before; returns self."
-        present = dict(zip(self.classes.tolist(), self.counts.tolist()))
-        for label, count in zip(other.classes.tolist(), other.counts.tolist()):
-            if present.get(label, 0) < count:
-                raise InputError(f"{count} rows of class {label} were to be removed, got {present.get(label, 0)}")
-        self._add(other.classes, -other.counts, -other.sums, -other.squares)
-        return self
-
-    def _relabel(self, labels: np.ndarray) -> "ClassStatistics":
-        "The same statistics with the distinct labels (C,) in place of `classes`."
-        order, relabelled = np.argsort(labels), ClassStatistics(self.d)
-        relabelled._add(labels[order], self.counts[order], self.sums[order], self.squares)
-        return relabelled
 
     def save(self, path: "Path | str") -> Path:
         "Write the statistics to an .npz file; returns its path."

@@ -481,7 +481,7 @@ def update_adapter(
 ) -> LinearAdapter:  # on the CPU, in eval mode
     "Fit the closed form of an adapter on other rows by their class statistics, and keep its trained part or train it."
     if not can_update(config, strength):
-        raise InputError("this adapter cannot be updated from class statistics; fit it again on all rows")
+        raise InputError("this adapter cannot be updated from class statistics; fit this one again")
     fitted, W, norm = _closed_form_of(config.adapter, after)
     T = np.eye(len(W))
     if config.loss is not None and strength > 0:
