@@ -10,7 +10,7 @@ __all__ = ['LinearMap', 'ClassStatistics', 'class_statistics', 'class_covariance
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -18,19 +18,8 @@ from scipy.sparse import csr_array
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from ega.data.arrays import (
-    InputError,
-    check_embeddings,
-    check_labels,
-    check_number,
-    check_numbers,
-    check_positive_int,
-    iter_unit_rows,
-    normalize,
-    rows_by_class,
-    short_repr,
-)
-from ..data.files import atomic_write, check_output, check_path, read_npz
+from ..data.arrays import InputError, check_embeddings, check_labels, iter_unit_rows, normalize, rows_by_class
+from ..data.files import atomic_write, check_output, read_npz
 from ..data.threads import limit_threads
 from ..data.vectors import check_embeddings_file, iter_normalized_batches, open_vectors, read_embeddings
 from ..measure.metrics import loo_lp_at_k
@@ -54,11 +43,7 @@ class LinearMap(TransformerMixin, BaseEstimator):
         x = check_embeddings(X, "X", dim=len(self.mean_))
         z = (x - self.mean_) @ self.matrix_
         if (is_zero := ~z.any(1)).any():
-            normalize(x, "X")  # raises where X itself has zero rows
-            raise InputError(
-                f"{is_zero.sum()} of {len(x)} rows of X became 0 under the map, first row {is_zero.argmax()}; "
-                "they have no direction: drop them"
-            )
+            raise InputError(f"{is_zero.sum()} rows of X are 0 under the map, first row {is_zero.argmax()}; drop them")
         return normalize(z, "z")
 
     def _set_map(self: _Map, matrix: np.ndarray, mean: np.ndarray) -> _Map:
@@ -70,31 +55,30 @@ class LinearMap(TransformerMixin, BaseEstimator):
 
 # %% ../../nbs/method/05_closed_form.ipynb #labelled
 _ROWS_AT_ONCE = 2**13  # converted to float64 at a time
-_Statistics = TypeVar("_Statistics", bound="_ClassSums")
+_STATISTICS = ("classes", "counts", "sums", "squares")  # arrays of a file
 
 
-def _merge_sorted(labels, values, all_labels):
-    "Values (c, ...) of the given labels, as rows of an array for all labels; rows without a value are zero."
-    out = np.zeros((len(all_labels), *values.shape[1:]), values.dtype)
-    out[np.searchsorted(all_labels, labels)] = values
-    return out
+_Sums = TypeVar("_Sums", bound="_ClassSums")
 
 
 class _ClassSums:
-    "Sums over the rows of each class, with the arithmetic of whole statistics."
+    "Counts, class sums and squares, with the arithmetic of adding and removing rows."
 
     def __init__(self, d: int):
-        self.d = check_positive_int(d, "d")
+        self.d = d
         self.classes, self.counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        self.sums, self.squares = np.zeros((0, self.d)), np.zeros((self.d, self.d))
+        self.sums, self.squares = np.zeros((0, d)), np.zeros((d, d))
 
     def _add(self, classes, counts, sums, squares) -> None:
         "Add counts (c,), sums (c, d) and squares (d, d) of other rows; classes left without rows are dropped."
+        if squares.shape != self.squares.shape:
+            raise InputError(f"the statistics must be of {self.d} columns, got {len(squares)}")
         labels = np.union1d(self.classes, classes)
         if len(labels) > len(self.classes):
-            self.counts = _merge_sorted(self.classes, self.counts, labels)
-            self.sums = _merge_sorted(self.classes, self.sums, labels)
-            self.classes = labels
+            old = np.searchsorted(labels, self.classes)
+            n_of, sum_of = np.zeros(len(labels), np.int64), np.zeros((len(labels), self.d))
+            n_of[old], sum_of[old] = self.counts, self.sums
+            self.classes, self.counts, self.sums = labels, n_of, sum_of
         position = np.searchsorted(labels, classes)
         self.counts[position] += counts
         self.sums[position] += sums
@@ -102,80 +86,28 @@ class _ClassSums:
         if (kept := self.counts > 0).sum() < len(kept):
             self.classes, self.counts, self.sums = self.classes[kept], self.counts[kept], self.sums[kept]
 
-    def merge(self: _Statistics, other: _Statistics) -> _Statistics:
+    def merge(self: _Sums, other: _Sums) -> _Sums:
         "Add the statistics of other rows; returns self."
-        self._check_width(other)
         self._add(other.classes, other.counts, other.sums, other.squares)
         return self
 
-    def subtract(self: _Statistics, other: _Statistics) -> _Statistics:
+    def subtract(self: _Sums, other: _Sums) -> _Sums:
         "Remove rows that were added before; returns self."
-        self._check_width(other)
         present = dict(zip(self.classes.tolist(), self.counts.tolist()))
         for label, count in zip(other.classes.tolist(), other.counts.tolist()):
             if present.get(label, 0) < count:
-                raise InputError(
-                    f"{count} rows of class {label} were to be removed, but the statistics hold "
-                    f"{present.get(label, 0)}; subtract only rows that were added before"
-                )
+                raise InputError(f"{count} rows of class {label} were to be removed, got {present.get(label, 0)}")
         self._add(other.classes, -other.counts, -other.sums, -other.squares)
         return self
 
-    def _relabel(self: _Statistics, labels: np.ndarray) -> _Statistics:
+    def _relabel(self: _Sums, labels: np.ndarray) -> _Sums:
         "The same statistics with the distinct labels (C,) in place of `classes`."
         order, relabelled = np.argsort(labels), type(self)(self.d)
         relabelled._add(labels[order], self.counts[order], self.sums[order], self.squares)
         return relabelled
 
-    def _check_width(self, other) -> None:
-        if not isinstance(other, _ClassSums):
-            raise InputError(f"expected ClassStatistics, got {type(other).__name__}")
-        if other.d != self.d:
-            raise InputError(f"the statistics must be of {self.d} columns, got {other.d}; use one encoder for all rows")
-
-# %% ../../nbs/method/05_closed_form.ipynb #088289f3
-class _StoredClassSums(_ClassSums):
-    "Class sums that can be written to a file and read."
-
-    def save(self, path: "Path | str") -> Path:
-        "Write the statistics to an .npz file; returns its path."
-        path = check_output(path, endings=(".npz",), overwrite=True)
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **{name: getattr(self, name) for name in _STATISTICS})
-        return path
-
-    @classmethod
-    def load(cls: type[_Statistics], path: "Path | str") -> _Statistics:
-        "Read statistics written by `save`, or raise `InputError`."
-        arrays = read_npz(check_path(path), _STATISTICS, "statistics written by ClassStatistics.save")
-        squares = arrays["squares"]
-        d = len(squares) if squares.ndim == 2 else 0
-        C = len(arrays["classes"]) if arrays["classes"].ndim == 1 else -1
-        shapes = {"classes": (C,), "counts": (C,), "sums": (C, d), "squares": (d, d)}
-        kinds = {"classes": "i", "counts": "i", "sums": "f", "squares": "f"}
-        for name, a in arrays.items():
-            if d < 1 or a.shape != shapes[name] or a.dtype.kind != kinds[name] or not np.isfinite(a).all():
-                raise InputError(f"{path}: {name} is not an array written by ClassStatistics.save; save it again")
-        if (arrays["counts"] < 1).any() or (np.diff(arrays["classes"]) < 1).any():
-            raise InputError(f"{path}: expected ascending classes with at least one row each; save it again")
-        statistics = cls(d)
-        statistics._add(*(arrays[name] for name in _STATISTICS))
-        return statistics
-
-
-_STATISTICS = ("classes", "counts", "sums", "squares")  # arrays of a file
-
-# %% ../../nbs/method/05_closed_form.ipynb #b36f896b
-def _check_bool(
-    value: Any,  # value to check
-    name: str,  # name of the parameter in error messages
-) -> None:
-    "Raise `InputError` unless a value is True or False."
-    if not isinstance(value, (bool, np.bool_)):
-        raise InputError(f"{name} must be True or False, got {short_repr(value)}")
-
 # %% ../../nbs/method/05_closed_form.ipynb #51dff0f5
-class ClassStatistics(_StoredClassSums):
+class ClassStatistics(_ClassSums):
     """Counts, class sums and the sum of squares of labelled embeddings, which add up over parts of the data.
 
     Parameters
@@ -225,6 +157,29 @@ class ClassStatistics(_StoredClassSums):
                 self._add(classes, counts, one_hot @ rows, rows.T @ rows)
         return self
 
+    def save(self, path: "Path | str") -> Path:
+        "Write the statistics to an .npz file; returns its path."
+        path = check_output(path, endings=(".npz",), overwrite=True)
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **{name: getattr(self, name) for name in _STATISTICS})
+        return path
+
+    @classmethod
+    def load(cls, path: "Path | str") -> "ClassStatistics":
+        "Read statistics written by `save`, or raise `InputError`."
+        arrays = read_npz(Path(path), _STATISTICS, "statistics written by ClassStatistics.save")
+        C, d = arrays["classes"].size, int(arrays["squares"].size ** 0.5)
+        expected = {"classes": ((C,), "i"), "counts": ((C,), "i"), "sums": ((C, d), "f"), "squares": ((d, d), "f")}
+        for name, (shape, kind) in expected.items():
+            a = arrays[name]
+            if d < 1 or a.shape != shape or a.dtype.kind != kind or not np.isfinite(a).all():
+                raise InputError(f"{path}: {name} is not an array written by ClassStatistics.save; save it again")
+        if (arrays["counts"] < 1).any() or (np.diff(arrays["classes"]) < 1).any():
+            raise InputError(f"{path}: expected ascending classes with at least one row each; save it again")
+        statistics = cls(d)
+        statistics._add(*(arrays[name] for name in _STATISTICS))
+        return statistics
+
     @property
     def n(self) -> int:
         "Number of labelled rows."
@@ -233,8 +188,6 @@ class ClassStatistics(_StoredClassSums):
     @property
     def mean(self) -> np.ndarray:
         "Mean of the labelled rows, (d,)."
-        if not self.n:
-            raise InputError("the mean needs at least one labelled row, got none; add rows with update")
         return self.sums.sum(0) / self.n
 
     def between_factor(self) -> np.ndarray:
@@ -243,21 +196,14 @@ class ClassStatistics(_StoredClassSums):
 
     def covariances(self) -> tuple[np.ndarray, np.ndarray]:
         "Covariance within classes and covariance between classes, both (d, d) and divided by n."
-        self._check_enough_rows()
+        if len(self.classes) < 2:
+            raise InputError(f"y must hold at least 2 classes, got {len(self.classes)}; add rows of other classes")
+        if self.counts.max() == 1:
+            raise InputError("within-class covariance needs a class with at least two rows; label more rows")
         weighted_means = self.sums / np.sqrt(self.counts)[:, None]
         within = (self.squares - weighted_means.T @ weighted_means) / self.n
         between = self.between_factor()
         return within, between.T @ between
-
-    def _check_enough_rows(self) -> None:
-        "Raise InputError unless there are two classes, one of them with two rows."
-        if len(self.classes) < 2:
-            raise InputError(f"y must hold at least 2 classes, got {len(self.classes)}; add rows of other classes")
-        if self.counts.max() == 1:
-            raise InputError(
-                "within-class covariance needs a class with at least two rows, "
-                f"got {len(self.counts)} classes of one row each; label more rows"
-            )
 
 # %% ../../nbs/method/05_closed_form.ipynb #41d9e04e
 def class_statistics(
@@ -306,20 +252,14 @@ def _statistics(x, y) -> ClassStatistics:
     x = check_embeddings(x)
     return ClassStatistics(x.shape[1]).update(x, y)
 
-
-def _check_statistics(statistics: ClassStatistics) -> ClassStatistics:
-    "Return statistics of classes, or raise `InputError` for anything else."
-    if not isinstance(statistics, ClassStatistics):
-        raise InputError(f"statistics must be ClassStatistics, got {type(statistics).__name__}")
-    return statistics
-
 # %% ../../nbs/method/05_closed_form.ipynb #inverse-root
 def _shrunk_eigenvalues(
     w: np.ndarray,  # (d,) eigenvalues of a covariance
     shrinkage: float,  # in [0, 1]
 ) -> np.ndarray:  # (d,) >= 0
     "Eigenvalues moved towards their mean, after negative rounding errors are set to 0."
-    check_number(shrinkage, "shrinkage (1 keeps the embeddings frozen)", minimum=0, maximum=1)
+    if not 0 <= shrinkage <= 1:
+        raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}; 1 keeps the embeddings frozen")
     return (1 - shrinkage) * np.clip(w, 0, None) + shrinkage * w.mean()
 
 
@@ -329,21 +269,15 @@ def shrunk_inverse_power(
     power: float = 1.0,  # 1 whitens fully, 0 returns the identity
 ) -> np.ndarray:  # (d, d), symmetric: the shrunk covariance to the power -power/2
     "Shrink a covariance and raise it to the power -`power`/2, by its eigendecomposition."
-    check_number(power, "power", minimum=0)
-    S = check_numbers(S, "S", max_ndim=2)
-    if S.shape != S.T.shape or S.ndim != 2 or not np.allclose(S, S.T, rtol=0, atol=1e-6 * np.abs(S).max()):
-        raise InputError(f"S must be a symmetric matrix (d, d), got {short_repr(S)}; pass a covariance")
     w, V = np.linalg.eigh(S)
     w = _shrunk_eigenvalues(w, shrinkage)
     empty = int((w <= w.max() * 1e-10).sum())  # below 1e-10 there is only rounding of the float32 rows
-    if empty and power > 0 and w.max() <= 1e-12:  # the squared rounding of float32 rows of norm 1
-        raise InputError(
-            "the within-class covariance is zero, because all rows of each class are equal; give rows that differ"
-        )
+    if w.max() <= 1e-12:  # the squared rounding of float32 rows of norm 1
+        empty = len(w)
     if empty and power > 0:
         raise InputError(
             f"the within-class covariance is zero in {empty} of {len(w)} directions; "
-            "use shrinkage > 0 or more rows than dimensions"
+            "use shrinkage > 0, or more rows that differ"
         )
     return (V * w ** (-power / 2)) @ V.T
 
@@ -400,8 +334,7 @@ class WCCN(LinearMap):
     @limit_threads()
     def fit_statistics(self, statistics: ClassStatistics) -> "WCCN":
         "Fit from `ClassStatistics`, without the embeddings themselves; returns self."
-        _check_bool(self.center, "center")
-        A = shrunk_inverse_power(_check_statistics(statistics).covariances()[0], self.shrinkage, self.power)
+        A = shrunk_inverse_power(statistics.covariances()[0], self.shrinkage, self.power)
         A *= np.sqrt(len(A) / np.square(A).sum())
         return self._set_map(A, statistics.mean * self.center)
 
@@ -457,23 +390,13 @@ class ValidatedWCCN(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "ValidatedWCCN":
         "Fit on embeddings (n, d) and int labels (n,), and validate on left-out classes; returns self."
-        # with classes left out the within-class covariance may be zero in some directions, so 0 is not allowed
-        check_number(self.shrinkage, "shrinkage", above=0, maximum=1)
-        check_positive_int(self.random_state, "random_state", minimum=0)
-        check_positive_int(self.cv, "cv", minimum=2)
-        check_positive_int(self.max_rows, "max_rows", minimum=2)
-        normalize(X, "X")  # raises for a row of zeros, with its number
         whitening = WCCN(self.shrinkage).fit(X, y)
         self.lp_changes_ = 100 * _left_out_changes(check_embeddings(X), check_labels(y, len(X)), self)
-        matrix = np.eye(len(whitening.matrix_)) if _is_loss(self.lp_changes_) else whitening.matrix_
-        return self._set_map(matrix, whitening.mean_)
+        changes, n = self.lp_changes_, len(self.lp_changes_)
+        is_loss = n > 0 and changes.mean() < -changes.std(ddof=1) / n**0.5
+        return self._set_map(np.eye(len(whitening.matrix_)) if is_loss else whitening.matrix_, whitening.mean_)
 
 # %% ../../nbs/method/05_closed_form.ipynb #left-out
-def _is_loss(changes: np.ndarray) -> bool:
-    "Whether the mean change is more than one standard error below zero."
-    return len(changes) > 0 and changes.mean() < -changes.std(ddof=1) / len(changes) ** 0.5
-
-
 def _left_out_changes(x: np.ndarray, y: np.ndarray, params: ValidatedWCCN) -> np.ndarray:
     "Mean change of LP@1 that whitening with the other classes makes to each class (C,); empty with too few classes."
     rng = np.random.default_rng(params.random_state)
@@ -551,21 +474,13 @@ class LDAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray) -> "LDAMap":
         "Fit on embeddings (n, d) and int labels (n,); returns self."
-        _check_bool(self.center, "center")
         statistics = _statistics(X, y)
         within, between = statistics.covariances()
         d, n_classes = statistics.d, len(statistics.classes)
         k = min(n_classes - 1, d) if self.n_components is None else self.n_components
-        _check_n_components(k, d)
         root = shrunk_inverse_power(within, self.shrinkage)
         U = np.linalg.eigh(root @ between @ root)[1][:, ::-1]
         return self._set_map(root @ U[:, :k], statistics.mean * self.center)
-
-# %% ../../nbs/method/05_closed_form.ipynb #check-n-components
-def _check_n_components(k: int, d: int) -> None:
-    "Check the number of directions to keep."
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= d:
-        raise InputError(f"n_components must lie in 1..{d}, got {short_repr(k)}; the embeddings have {d} columns")
 
 # %% ../../nbs/method/05_closed_form.ipynb #d69ae4eb
 _FLOOR = 0.1  # share of the mean eigenvalue at which a direction is scaled by sqrt(1/2)
@@ -638,9 +553,7 @@ def discriminant_path(
     shrinkage: float = 0.5,  # of the within-class covariance, in [0, 1]
 ) -> list[DiscriminantWhitening]:  # one fitted map for each value
     "Fit `DiscriminantWhitening` for several values of `discrimination`, from one decomposition."
-    for g in discriminations:
-        check_number(g, "discrimination (0 whitens alone)", minimum=0, maximum=1)
-    R = shrunk_inverse_power(_check_statistics(statistics).covariances()[0], shrinkage)
+    R = shrunk_inverse_power(statistics.covariances()[0], shrinkage)
     R *= np.sqrt(len(R) / np.square(R).sum())
     l, U = _between_directions(statistics.between_factor() @ R)
     kept = np.sqrt(l / (l + _FLOOR * l.sum() / len(R)))
@@ -711,21 +624,15 @@ class PCAMap(LinearMap):
     @limit_threads()
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> "PCAMap":
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
-        _check_bool(self.center, "center")
-        _check_bool(self.whiten, "whiten")
         x = check_embeddings(X)
         mean = x.mean(0, dtype=np.float64)
         d = x.shape[1]
         k = d if self.n_components is None else self.n_components
-        _check_n_components(k, d)
         w, V = np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0).reshape(d, -1))
         w = _shrunk_eigenvalues(w, self.shrinkage)
         w, V = w[::-1][:k], V[:, ::-1][:, :k]  # eigh sorts in ascending order
         if self.whiten and w[-1] <= w[0] * 1e-10:
-            raise InputError(
-                f"only {int((w > w[0] * 1e-10).sum())} of {k} directions have any variance; "
-                "lower n_components or use shrinkage > 0"
-            )
+            raise InputError(f"not all of {k} directions have any variance; lower n_components or use shrinkage > 0")
         return self._set_map(V / np.sqrt(w) if self.whiten else V, mean * self.center)
 
 # %% ../../nbs/method/05_closed_form.ipynb #probe
@@ -751,8 +658,6 @@ class LogitMap(LinearMap):
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
 
-        check_number(self.C, "C", above=0)
-        check_positive_int(self.max_iter, "max_iter")
         x = check_embeddings(X)
         y = check_labels(y, len(x), min_classes=2)
         with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from collections import namedtuple
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
-from ..data.arrays import InputError, check_number, check_positive_int, short_repr
+from ..data.arrays import InputError
 from ..data.files import READ_ERRORS, short_error
 
 # %% ../../nbs/method/06_config.ipynb #later
@@ -39,6 +39,20 @@ def config_to_dict(
             values[f.name] = config_to_dict(value)
     return values
 
+
+def _check_choice(value, name, choices):
+    "Raise `InputError` for a value that is not among the choices."
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_range(config, minimum, maximum=float("inf"), **values):
+    "Raise `InputError` for a number outside its range, such as NaN; None is not set."
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and minimum <= value <= maximum and value != float("inf")
+        if value is not None and not is_number:
+            raise InputError(f"{type(config).__name__}.{name} must be a number of at least {minimum}, got {value!r}")
+
 # %% ../../nbs/method/06_config.ipynb #trainconfig
 @dataclass(frozen=True)
 class TrainConfig:
@@ -48,27 +62,17 @@ class TrainConfig:
     batch_size: int = 256  # anchors a step
     lr: float = 1e-4  # of AdamW
     weight_decay: float = 1e-4
-    schedule: str = field_omitted_at_default(
-        "cosine"
-    )  # of the learning rate, one step per epoch: "cosine" to 0, or "constant"
+    schedule: str = field_omitted_at_default("cosine")  # of the learning rate: "cosine" to 0, or "constant"
     steps_per_epoch: int | None = field_omitted_at_default(None)  # None: one pass over the rows
     rows_per_class: int | None = field_omitted_at_default(None)  # of each class in a batch, with steps_per_epoch
 
     def __post_init__(self):
-        check_positive_int(self.epochs, "TrainConfig.epochs")
-        check_positive_int(self.batch_size, "TrainConfig.batch_size", minimum=2)
-        check_number(self.lr, "TrainConfig.lr", above=0)
-        check_number(self.weight_decay, "TrainConfig.weight_decay", minimum=0)
+        _check_range(self, minimum=1, epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)
+        _check_range(self, minimum=2, batch_size=self.batch_size, rows_per_class=self.rows_per_class)
+        _check_range(self, minimum=0, lr=self.lr, weight_decay=self.weight_decay)
         if (self.steps_per_epoch is None) != (self.rows_per_class is None):
-            raise InputError(
-                "TrainConfig.steps_per_epoch and rows_per_class must be given together, "
-                f"got {self.steps_per_epoch!r} and {self.rows_per_class!r}"
-            )
-        if self.steps_per_epoch is not None:
-            check_positive_int(self.steps_per_epoch, "TrainConfig.steps_per_epoch")
-            check_positive_int(self.rows_per_class, "TrainConfig.rows_per_class", minimum=2)
-        if self.schedule not in ("cosine", "constant"):
-            raise InputError(f"TrainConfig.schedule must be 'cosine' or 'constant', got {self.schedule!r}")
+            raise InputError("TrainConfig.steps_per_epoch and rows_per_class must be given together")
+        _check_choice(self.schedule, "TrainConfig.schedule", ("cosine", "constant"))
 
 # %% ../../nbs/method/06_config.ipynb #adapterconfig
 ADAPTER_SIZES = {  # kind of adapter: the sizes that it needs
@@ -79,12 +83,6 @@ ADAPTER_SIZES = {  # kind of adapter: the sizes that it needs
     **dict.fromkeys(("no_residual", "no_residual_drawn", "no_zero_init", "no_sphere"), ("hidden",)),
 }
 INIT_TRANSFORMS = ("raw", "probe", "wccn", "centered_wccn", "validated_wccn", "discriminant_whitening", "lda", "pca")
-
-
-def _check_choice(value, name, choices):
-    "Raise `InputError` for a value that is not among the choices."
-    if not isinstance(value, str) or value not in choices:
-        raise InputError(f"{name} must be one of {', '.join(choices)}, got {short_repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -102,25 +100,14 @@ class AdapterConfig:
         _check_choice(self.kind, "AdapterConfig.kind", ADAPTER_SIZES)
         _check_choice(self.init_transform, "AdapterConfig.init_transform", INIT_TRANSFORMS)
         needed = ADAPTER_SIZES[self.kind] + (() if self.init_transform in ("raw", "probe") else ("shrinkage",))
-        for name in needed:
-            if getattr(self, name) is None:
-                raise InputError(
-                    f"AdapterConfig.{name} must be given for kind {self.kind!r} with init_transform "
-                    f"{self.init_transform!r}, got None"
-                )
         for name in ("hidden", "rank", "scale", "shrinkage"):
-            if name not in needed and getattr(self, name) is not None:
+            if (name in needed) != (getattr(self, name) is not None):
+                verb = "must be given" if name in needed else "has no effect"
                 raise InputError(
-                    f"AdapterConfig.{name} has no effect for kind {self.kind!r} with init_transform "
-                    f"{self.init_transform!r}, got {getattr(self, name)!r}; leave it out"
+                    f"AdapterConfig.{name} {verb} for kind {self.kind!r} with init_transform {self.init_transform!r}"
                 )
-        for name in ("hidden", "rank"):
-            if getattr(self, name) is not None:
-                check_positive_int(getattr(self, name), f"AdapterConfig.{name}")
-        if self.shrinkage is not None:
-            check_number(self.shrinkage, "AdapterConfig.shrinkage", minimum=0, maximum=1)
-        if self.scale is not None:
-            check_number(self.scale, "AdapterConfig.scale")
+        _check_range(self, minimum=1, hidden=self.hidden, rank=self.rank)
+        _check_range(self, minimum=0, maximum=1, shrinkage=self.shrinkage)
 
 # %% ../../nbs/method/06_config.ipynb #lossconfig
 @dataclass(frozen=True)
@@ -136,17 +123,11 @@ class LossConfig:
     options: dict | None = field_omitted_at_default(None)  # values of the further parameters of the loss, by name
 
     def __post_init__(self):
-        if not isinstance(self.kind, str) or not self.kind:
-            raise InputError(f"LossConfig.kind must be the name of a registered loss, got {short_repr(self.kind)}")
-        if self.margin is not None:
-            check_number(self.margin, "LossConfig.margin", minimum=0)
-        if self.tau is not None:
-            check_number(self.tau, "LossConfig.tau", above=0)
+        _check_range(self, minimum=0, margin=self.margin, lam=self.lam, tau=self.tau)
+        if self.tau == 0:
+            raise InputError("LossConfig.tau must be > 0, got 0")
         if self.sampler is not None:
             _check_choice(self.sampler, "LossConfig.sampler", ("batch", "dataset"))
-        check_number(self.lam, "LossConfig.lam", minimum=0)
-        if not isinstance(self.self_positive, bool):
-            raise InputError(f"LossConfig.self_positive must be True or False, got {short_repr(self.self_positive)}")
         if self.self_positive and self.sampler != "dataset":
             raise InputError("LossConfig.self_positive has no effect without sampler 'dataset'; leave it out")
         if self.options is not None:
@@ -177,34 +158,18 @@ class MethodConfig:
 
     def __post_init__(self):
         if not isinstance(self.adapter, AdapterConfig):
-            raise InputError(
-                f"MethodConfig.adapter must be an AdapterConfig, got {short_repr(self.adapter)}; "
-                "for the configuration of a method name use build_method_config"
-            )
-        for name, cls in (("loss", LossConfig), ("train", TrainConfig)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, cls):
-                raise InputError(f"MethodConfig.{name} must be a {cls.__name__} or None, got {short_repr(value)}")
+            raise InputError(f"MethodConfig.adapter must be an AdapterConfig, got {self.adapter!r}")
         if (self.loss is None) != (self.train is None):
-            given, missing = ("loss", "train") if self.train is None else ("train", "loss")
-            raise InputError(
-                f"MethodConfig has a {given}, but {missing} is None, so nothing would be trained; give both or neither"
-            )
+            raise InputError("MethodConfig must have both a loss and a train, or neither: nothing would be trained")
         if (self.loss is None) != (self.adapter.kind == "identity"):
             raise InputError(
                 f"MethodConfig has adapter kind {self.adapter.kind!r} and {'no' if self.loss is None else 'a'} loss; "
                 "an adapter is trained with a loss, and the kind 'identity' without one"
             )
-        check_positive_int(self.seed, "MethodConfig.seed", minimum=0)
 
 # %% ../../nbs/method/06_config.ipynb #config-from
-def _parse_value(
-    cls: Any,  # the dataclass, for messages
-    name: str,  # of the field
-    field_type: Any,  # its annotation
-    value: Any,  # plain data
-) -> Any:
-    "The value of one field, checked against its annotation."
+def _parse_value(cls: Any, name: str, field_type: Any, value: Any) -> Any:
+    "The value of one field of a dataclass, checked against its annotation."
     types = get_args(field_type) or (field_type,)
     if value is None and type(None) in types:
         return None
@@ -214,9 +179,7 @@ def _parse_value(
     is_whole_float = type(value) is int and float in types
     if type(value) not in types and not is_whole_float:
         expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
-        raise InputError(
-            f"{cls.__name__}.{name} must be {expected}, got {str(value)[:40]!r}; take it from a table of results"
-        )
+        raise InputError(f"{cls.__name__}.{name} must be {expected}, got {str(value)[:40]!r}")
     return value
 
 
@@ -229,19 +192,14 @@ def parse_config(
     try:
         values = json.loads(values) if isinstance(values, str) else values
     except READ_ERRORS as error:
-        raise InputError(
-            f"expected the JSON text of a {name}, but it cannot be read ({short_error(error)}); "
-            "take it from a table of results"
-        ) from error
+        raise InputError(f"this is not the JSON text of a {name} ({short_error(error)})") from error
     if not isinstance(values, dict):
-        raise InputError(f"{name} must be a dictionary, got {type(values).__name__}; take it from a table of results")
+        raise InputError(f"{name} must be a dictionary, got {type(values).__name__}")
     known = {f.name: f for f in fields(cls)}
     if unknown := set(values) - set(known):
         raise InputError(f"{name} has no field {sorted(unknown)}; it has {sorted(known)}")
     if missing := [k for k, f in known.items() if f.default is MISSING and k not in values]:
-        raise InputError(
-            f"{name} must have a value for {', '.join(missing)}, got none; take it from a table of results"
-        )
+        raise InputError(f"{name} must have a value for {', '.join(missing)}, got none")
     return cls(**{k: _parse_value(cls, k, known[k].type, v) for k, v in values.items()})
 
 # %% ../../nbs/method/06_config.ipynb #7cdb6c07
@@ -323,18 +281,15 @@ def check_method(
     list_all: bool = False,  # name all methods instead of the dictionary that holds them
 ) -> str:
     "Return a name that `METHODS` has, or raise `InputError`, which suggests similar and recommended names."
-    if isinstance(method, str) and isinstance(METHODS.get(method), MethodPreset):
+    if isinstance(method, str) and method in METHODS:
         return method
     others = [name for name in METHODS if name not in ABLATIONS]
     similar = difflib.get_close_matches(str(method).lower(), others, n=3, cutoff=0.5)
-    similar.sort(key=lambda name: name not in RECOMMENDED_METHODS)
     names = dict.fromkeys([*similar, "affine_nca", "wccn", "lda"])
-    expected, all_names = "a method must be a key of ega.method.config.METHODS", ""
-    if list_all:
-        expected, all_names = "method must be auto or the name of a method", f"; all names: {', '.join(others)}"
+    all_names = f"; all names: {', '.join(others)}" if list_all else ""
     raise InputError(
-        f"{expected}, such as {', '.join(names)}; got {short_repr(method)} (a loss "
-        f"or a method of your own is fitted in Python only: EmbeddingAdapter((name, MethodConfig))){all_names}"
+        f"a method must be a key of ega.method.config.METHODS, such as {', '.join(names)}; "
+        f"got {str(method)[:60]!r}{all_names}"
     )
 
 

@@ -24,18 +24,16 @@ from ega.data.arrays import (
     InputError,
     check_embeddings,
     check_labels,
-    check_number,
     check_unit_norm,
     normalize,
     pick_device,
     rows_by_class,
-    short_repr,
     spawn_rngs,
     torch_generator,
 )
 from ..data.threads import limit_threads
 from ..measure.metrics import cosine_std_of_negative_pairs
-from .active_ratio import RowsByClass, index_rows_by_class
+from .active_ratio import index_rows_by_class
 from ega.method.adapters import (
     AblatedEGA,
     LinearAdapter,
@@ -102,27 +100,23 @@ def _temperature(config: LossConfig, x: np.ndarray, y: np.ndarray) -> float:
     "The configured temperature, or the standard deviation of the cosines of negative pairs, at least .01."
     if config.tau is not None:
         return config.tau
-    return max(
-        cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)), 0.01
-    )  # it is 0 for classes at equal angles
+    std = cosine_std_of_negative_pairs(x, y, np.random.default_rng(0))
+    return max(std, 0.01)  # it is 0 for classes at equal angles
 
 
 def check_loss(config: LossConfig) -> None:
-    "Raise `InputError` if the loss is not registered or lacks a parameter that is set."
+    "Raise `InputError` if the loss is not registered, or a setting is missing or has no effect."
     loss = find_loss(config.kind)
     check_loss_options(config.kind, config.options or {})
-    for name in ("margin", "tau"):
-        if getattr(config, name) is not None and name not in loss.options:
-            raise InputError(
-                f"loss {config.kind!r} has no parameter {name}, got {getattr(config, name)!r}; leave it out"
-            )
-    if "margin" in loss.options and config.margin is None:
-        raise InputError(f"LossConfig.margin must be given for kind {config.kind!r}, got None")
-    if loss.inputs == "triplets":
-        if config.sampler not in ("batch", "dataset"):
-            raise InputError(f"sampler must be 'batch' or 'dataset', got {config.sampler!r}")
-    elif config.sampler is not None:
-        raise InputError(f"loss {config.kind!r} draws no triplets, got sampler {config.sampler!r}; leave it out")
+    given = {name for name in ("margin", "tau", "sampler") if getattr(config, name) is not None}
+    allowed = {*loss.options, "sampler"} if loss.inputs == "triplets" else {*loss.options}
+    needed = {"sampler"} if loss.inputs == "triplets" else set()
+    if "margin" in loss.options:
+        needed.add("margin")
+    if unused := given - allowed:
+        raise InputError(f"loss {config.kind!r} has no parameter {min(unused)}; leave it out")
+    if missing := needed - given:
+        raise InputError(f"LossConfig.{min(missing)} must be given for loss {config.kind!r}")
 
 
 def _configured_loss(config: LossConfig, x: np.ndarray, y: np.ndarray) -> Callable:
@@ -135,14 +129,6 @@ def _configured_loss(config: LossConfig, x: np.ndarray, y: np.ndarray) -> Callab
     return partial(loss.function, **settings)
 
 # %% ../../nbs/method/07_methods.ipynb #build-objective
-def _triplet_objective(config: LossConfig, index: RowsByClass) -> Objective:
-    "The triplet loss with triplets from the batch or from the whole data set."
-    margin: Any = config.margin  # `check_loss` was called
-    if config.sampler == "batch":
-        return batch_triplet_objective(margin)
-    return dataset_triplet_objective(margin, index, self_positive=config.self_positive)
-
-
 _MIN_GRADIENT, _MAX_GRADIENT = 1e-12, 1e15  # below, AdamW takes no step; above, its squares overflow
 
 
@@ -156,21 +142,18 @@ def _check_gradient(objective: Objective, y: np.ndarray, d: int, name: str, devi
     z = torch.nn.functional.normalize(draws).to(device).requires_grad_()
     loss = objective.step(lambda rows: z, None, torch.as_tensor(y, device=device), rows, None).loss
     (gradient,) = torch.autograd.grad(loss, z, allow_unused=True)
-    measured = f"measured on random rows of {len(first)} classes"
     if gradient is not None:
         gradient, z = gradient.double(), z.detach().double()
         along_sphere, largest = gradient - (gradient * z).sum(1, keepdim=True) * z, gradient.abs().max().item()
         if not (math.isfinite(loss.item()) and _MIN_GRADIENT <= largest <= _MAX_GRADIENT or largest == 0):
             raise InputError(
-                f"loss {name!r} is {loss.item():.2g} and its largest gradient in the embeddings z is {largest:.2g}, "
-                f"{measured}; expected finite numbers and a gradient from {_MIN_GRADIENT:g} to {_MAX_GRADIENT:g}, so "
-                "that AdamW can be computed in float32: scale the loss, or choose a larger temperature tau"
+                f"loss {name!r} is {loss.item():.2g} with a largest gradient of {largest:.2g} in z; expected one from "
+                f"{_MIN_GRADIENT:g} to {_MAX_GRADIENT:g}: scale the loss, or choose a larger temperature tau"
             )
     if gradient is None or along_sphere.norm() <= 1e-5 * gradient.norm():
         raise InputError(
-            f"loss {name!r} has gradient 0 in the directions of the embeddings z, {measured}, so it cannot train an "
-            "adapter; compute it from z with torch operations that have a gradient: no detach, sign, rounding or "
-            "comparison, and not from the norm of z alone; if it has a temperature tau, choose a larger one"
+            f"loss {name!r} has gradient 0 in the directions of the embeddings z; compute it from z with operations "
+            "that have a gradient, or choose a larger temperature tau"
         )
 
 
@@ -185,7 +168,11 @@ def build_objective(
     check_loss(config)
     index, inputs = index_rows_by_class(torch.as_tensor(y, device=device)), find_loss(config.kind).inputs
     if inputs == "triplets":
-        objective = _triplet_objective(config, index)
+        margin: Any = config.margin  # check_loss found it
+        if config.sampler == "batch":
+            objective = batch_triplet_objective(margin)
+        else:
+            objective = dataset_triplet_objective(margin, index, self_positive=config.self_positive)
     elif inputs == "proxies":
         loss, rows = _configured_loss(config, x, y), torch.as_tensor(x, device=device)
         objective = proxy_objective(loss, index, rows, name=repr(config.kind))
@@ -199,21 +186,6 @@ def build_objective(
 STATISTICS_TRANSFORMS = ("wccn", "centered_wccn", "discriminant_whitening")  # fitted from ClassStatistics alone
 
 
-def _check_statistics(config: AdapterConfig, x: np.ndarray, statistics: ClassStatistics) -> None:
-    "Raise `InputError` for statistics from which the closed form cannot be fitted."
-    if not isinstance(statistics, ClassStatistics):
-        raise InputError(f"statistics must be ClassStatistics or None, got {short_repr(statistics)}")
-    if config.init_transform not in STATISTICS_TRANSFORMS:
-        raise InputError(
-            f"init_transform must be one of {', '.join(STATISTICS_TRANSFORMS)} with statistics, got "
-            f"{config.init_transform!r}; give all rows and no statistics"
-        )
-    if statistics.d != x.shape[1]:
-        raise InputError(
-            f"statistics must be of {x.shape[1]} columns, as x has, got {statistics.d}; use one encoder for all rows"
-        )
-
-
 def fit_closed_form_start(
     config: AdapterConfig,
     x: np.ndarray,  # (n, d) embeddings
@@ -221,8 +193,8 @@ def fit_closed_form_start(
     statistics: ClassStatistics | None = None,  # of all rows, where x and y are a sample of them
 ) -> LinearMap | None:  # None: the embeddings as they are
     "Fit the closed form in front of the adapter."
-    if statistics is not None:
-        _check_statistics(config, x, statistics)
+    if statistics is not None and config.init_transform not in STATISTICS_TRANSFORMS:
+        raise InputError(f"init_transform {config.init_transform!r} needs all rows, not statistics")
     if config.init_transform == "raw":
         return None
     if config.init_transform == "probe":
@@ -280,14 +252,6 @@ def _keep_needed(config, x, y):
 FittedMethod = namedtuple("FittedMethod", "init_transform adapter history")  # None where the method has none
 
 
-def _check_config(config):
-    "Raise `InputError` for anything but a configuration with the four fields of MethodConfig."
-    if not all(hasattr(config, part) for part in ("adapter", "loss", "train", "seed")):
-        raise InputError(
-            f"config must be a MethodConfig, got {type(config).__name__}; see ega.method.config.build_method_config"
-        )
-
-
 @limit_threads()
 def fit_method(
     config: MethodConfig,  # or another configuration with its four fields
@@ -300,9 +264,6 @@ def fit_method(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> FittedMethod:
     "Fit the closed form, then train the adapter on its output."
-    _check_config(config)
-    x = check_unit_norm(check_embeddings(x), "x")
-    y = check_labels(y, len(x))
     init_transform = fit_closed_form_start(config.adapter, x, y, statistics)
     if config.loss is None or config.train is None:
         return FittedMethod(init_transform, None, None)
@@ -361,12 +322,9 @@ class AdapterPath:
 # %% ../../nbs/method/07_methods.ipynb #0e139f00
 def _check_mergeable(config):
     "Raise `InputError` for a closed form in front of an adapter that is not linear."
-    part = getattr(config, "adapter", None)
-    if part and part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
-        raise InputError(
-            f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}; "
-            "use a linear adapter, or init_transform 'raw'"
-        )
+    part = config.adapter
+    if part.init_transform != "raw" and part.kind not in ("identity", "linear", "lora"):
+        raise InputError(f"a closed form can be merged only with a linear adapter, got adapter kind {part.kind!r}")
 
 
 @limit_threads()
@@ -374,8 +332,6 @@ def _fit_start(config, x, y, statistics):
     "The adapter of `fit_path` at strength 0, a closed form in front of a trained adapter; nothing is trained."
     _check_mergeable(config)
     check_loss(config.loss)
-    x = check_unit_norm(check_embeddings(x), "x")
-    y = check_labels(y, len(x), min_classes=2)
     closed_form = fit_closed_form_start(config.adapter, x, y, statistics)
     x, _ = _keep_needed(config, x, y)
     return merge_linear(closed_form.matrix_, mean=closed_form.mean_, x=x)
@@ -392,11 +348,10 @@ def fit_path(
 ) -> AdapterPath:
     "Fit a method and return the adapters at all its strengths."
     _check_mergeable(config)
-    x = check_embeddings(x)
     closed_form, adapter, _ = fit_method(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch)
     if closed_form is None:
         return AdapterPath(LinearAdapter(x.shape[1]).eval() if adapter is None else adapter.cpu().eval())
-    merge = partial(merge_linear, mean=closed_form.mean_, x=_keep_needed(config, x, check_labels(y))[0])
+    merge = partial(merge_linear, mean=closed_form.mean_, x=_keep_needed(config, x, y)[0])
     if adapter is not None:
         return AdapterPath(merge(closed_form.matrix_, adapter.cpu()), merge(closed_form.matrix_))
     if isinstance(closed_form, DiscriminantWhitening):  # strength is its discrimination
@@ -443,12 +398,6 @@ def fit_adapter(
     torch.nn.Module
         Adapter on the CPU, in eval mode, which `ega.method.adapters.save_adapter` can store.
 
-    Raises
-    ------
-    InputError
-        If there is a closed form in front of an adapter that is not linear, so that the two are not one adapter; or
-        if the adapter has no strengths and another one than 1 is asked for.
-
     See Also
     --------
     fit_path : All strengths from one fit.
@@ -467,8 +416,11 @@ def fit_adapter(
     >>> fit_adapter(build_method_config("linear_supcon", epochs=2), x, np.array([0, 0, 1, 1]), device="cpu")
     LinearAdapter(d=4)
     """
-    check_number(strength, "strength", minimum=0, maximum=1)
-    if strength == 0 and getattr(config, "loss", None) and config.adapter.init_transform != "raw":
+    x = check_unit_norm(check_embeddings(x), "x")
+    y = check_labels(y, len(x))
+    if not 0 <= strength <= 1:
+        raise InputError(f"strength must lie in [0, 1], got {strength!r}")
+    if strength == 0 and config.loss and config.adapter.init_transform != "raw":
         return _fit_start(config, x, y, statistics)
     return fit_path(config, x, y, statistics=statistics, device=device, on_epoch=on_epoch).at(strength)
 
@@ -528,18 +480,10 @@ def update_adapter(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> LinearAdapter:  # on the CPU, in eval mode
     "Fit the closed form of an adapter on other rows by their class statistics, and keep its trained part or train it."
-    _check_config(config)
-    check_number(strength, "strength", minimum=0, maximum=1)
     if not can_update(config, strength):
-        raise InputError(
-            "an adapter can be updated if its closed form is fitted from class statistics "
-            f"({', '.join(STATISTICS_TRANSFORMS)}), without a network behind it, and for a closed form alone that is "
-            "mixed with the frozen embeddings at strength 1 only; fit this one again on all rows"
-        )
+        raise InputError("this adapter cannot be updated from class statistics; fit this one again")
     fitted, W, norm = _closed_form_of(config.adapter, after)
-    d, T = len(W), np.eye(len(W))
-    if not isinstance(adapter, LinearAdapter) or adapter.d != d or getattr(before, "d", d) != d:
-        raise InputError(f"adapter and before must be a LinearAdapter and statistics of {d} columns, as after has")
+    T = np.eye(len(W))
     if config.loss is not None and strength > 0:
         _, W_before, norm_before = _closed_form_of(config.adapter, before)
         T = norm_before * np.linalg.solve(W_before, adapter.as_matrix().double().cpu().numpy().T).T

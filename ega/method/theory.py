@@ -186,8 +186,6 @@ class Trajectory(NamedTuple):
         steps: int,  # 1 <= steps <= T
     ) -> "Trajectory":
         "Return the record of the first `steps` steps."
-        if not 1 <= steps <= len(self.rho):
-            raise InputError(f"expected a number of steps from 1 to {len(self.rho)}, got {steps}; record more steps")
         return Trajectory(*(values[:steps] for values in self))
 
 # %% ../../nbs/method/08_theory.ipynb #recorder
@@ -232,8 +230,6 @@ class TrajectoryRecorder(Objective):
         adapter: nn.Module,  # as the training left it
     ) -> Trajectory:
         "The record of a training that has ended. Call it once."
-        if self.start is None:
-            raise InputError("nothing was recorded; pass the recorder as the objective of train or sgd first")
         _advance(self, adapter)
         del self.steps[-1]  # begun by the line above, but never taken
         columns = {name: np.array([s[name] for s in self.steps]) for name in Trajectory._fields}
@@ -413,10 +409,5 @@ def effective_rank(
 ) -> float:  # in [1, r]
     "Exponential of the entropy of the normalised singular values."
     s = np.asarray(singular_values, dtype=np.float64)
-    if s.ndim != 1 or not (s >= 0).all() or not s.sum() > 0:
-        raise InputError(
-            f"expected a list of singular values, >= 0 and not all 0, got shape {s.shape}; "
-            "pass np.linalg.svd(W, compute_uv=False)"
-        )
     p = s[s > 0] / s.sum()
     return float(np.exp(-(p * np.log(p)).sum()))

@@ -5,16 +5,14 @@
 # %% auto #0
 __all__ = ['LossOutput', 'PROXY_LR_MULTIPLIER', 'Objective', 'pairwise_objective', 'batch_triplet_objective',
            'dataset_triplet_objective', 'proxy_objective', 'with_displacement_penalty', 'lr_factor', 'TrainHistory',
-           'save_checkpoint', 'load_checkpoint', 'train', 'train_many']
+           'save_checkpoint', 'load_checkpoint', 'train']
 
 # %% ../../nbs/method/04_training.ipynb #b180ea7d
-import copy
 import json
 import time
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from math import cos, pi
 from pathlib import Path
 
@@ -27,32 +25,25 @@ from ega.data.arrays import (
     Rngs,
     check_embeddings,
     check_labels,
-    check_number,
     check_unit_norm,
     pick_device,
-    short_repr,
     torch_generator,
 )
-from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, short_error
+from ..data.files import READ_ERRORS, atomic_write, hash_arrays, short_error
 from ..data.threads import limit_threads
 from ega.method.active_ratio import (
     RowsByClass,
-    batch_triplets_from_numbers,
-    dataset_triplets_from_numbers,
+    draw_for_batch_triplets,
+    draw_for_dataset_triplets,
     index_rows_by_class,
-    random_numbers_for_batch_triplets,
-    random_numbers_for_dataset_triplets,
+    sample_batch_triplets,
+    sample_dataset_triplets,
 )
 from .config import TrainConfig, config_to_dict
-from .losses import check_loss_parameter, displacement_penalty, triplet_violations
+from .losses import displacement_penalty, triplet_violations
 
 # %% ../../nbs/method/04_training.ipynb #objective
 LossOutput = namedtuple("LossOutput", "loss rho z")  # scalar; active ratio of the batch; adapted rows of the batch
-
-
-def _draw_nothing(size: int, gen: torch.Generator) -> torch.Tensor:
-    "An empty tensor, for objectives that need no random numbers."
-    return torch.empty(0, device=gen.device)
 
 
 class Objective:
@@ -66,7 +57,7 @@ class Objective:
         parameters: tuple = (),  # tensors trained together with the adapter, such as class proxies
     ):
         self.step = step
-        self.draw = draw or _draw_nothing
+        self.draw = draw or (lambda size, gen: None)
         self.parameters = tuple(parameters)
 
     def __call__(
@@ -88,34 +79,20 @@ class Objective:
         return self.step(forward, x, y, rows, self.draw(len(rows), gen))
 
 # %% ../../nbs/method/04_training.ipynb #dense
-def _name_of_loss(loss: Callable) -> str:
-    "The name of the function, also of a partial."
-    function = getattr(loss, "func", loss)
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _loss_of_batch(loss: Callable, name: str, z: torch.Tensor, *args) -> torch.Tensor:
+def _loss_of_batch(loss: Callable, name: str | None, z: torch.Tensor, *args) -> torch.Tensor:
     "Compute a loss. Raises `InputError` if it fails, returns no scalar, or has no gradient in the embeddings z."
+    name = name or getattr(loss, "__name__", type(loss).__name__)
     try:
         value = loss(z, *args)
     except (InputError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        raise InputError(
-            f"loss {name} raised {type(error).__name__} on a batch of shape {tuple(z.shape)}: {short_error(error)}"
-        ) from error
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"loss {name} must return a scalar tensor of real numbers, got {got}; compute it with torch")
-    if value.shape != ():
-        raise InputError(
-            f"loss {name} must return a scalar tensor, got shape {tuple(value.shape)}; return the mean over the batch"
-        )
+        raise InputError(f"loss {name} raised {type(error).__name__}: {short_error(error)}") from error
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != ():
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"loss {name} must return a scalar tensor of real numbers, got {got}")
     if z.requires_grad and not value.requires_grad:
-        raise InputError(
-            f"loss {name} has no gradient in the embeddings z, so it cannot train an adapter; "
-            "compute it from z with torch operations, without detach"
-        )
+        raise InputError(f"loss {name} has no gradient in the embeddings z; compute it with torch, without detach")
     return value
 
 
@@ -125,9 +102,6 @@ def pairwise_objective(
     name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss over all pairs of the batch."
-    if not callable(loss):
-        raise InputError(f"loss must be a function of (z, y), such as ega.method.losses.supcon, got {short_repr(loss)}")
-    name = name or _name_of_loss(loss)
 
     def step(forward, x, y, rows, uniforms):
         z = forward(rows)  # (B, d)
@@ -175,10 +149,6 @@ class _TripletHinge(torch.autograd.Function):
         grad_z.index_add_(0, p, u_p, alpha=-1).index_add_(0, n, u_n)
         return grad_z.mul_(grad), None, None, None, None, None
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return (*torch.vmap(_mean_hinge, in_dims)(*args), *[torch.empty(0)] * 3), (0, 0, None, None, None)
-
 
 def _hinge_of_batch(z, a, p, n, valid, margin) -> tuple[torch.Tensor, torch.Tensor]:
     "Mean hinge and active ratio; on a CPU the backward pass takes the active triplets alone."
@@ -191,14 +161,13 @@ def batch_triplet_objective(
     margin: float,  # hinge margin m, Euclidean distance
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the mini-batch."
-    check_loss_parameter(margin, "margin", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
-        triplets, valid = batch_triplets_from_numbers(y[rows], uniforms)
+        triplets, valid = sample_batch_triplets(y[rows], uniforms)
         z = forward(rows)  # (B, d)
         return LossOutput(*_hinge_of_batch(z, *triplets, valid, margin), z)
 
-    return Objective(step, random_numbers_for_batch_triplets)
+    return Objective(step, draw_for_batch_triplets)
 
 # %% ../../nbs/method/04_training.ipynb #whole-set
 def dataset_triplet_objective(
@@ -208,19 +177,14 @@ def dataset_triplet_objective(
     self_positive: bool = False,  # may an anchor be its own positive?
 ) -> Objective:
     "Objective of the triplet loss with positives and negatives from the whole data set."
-    check_loss_parameter(margin, "margin", minimum=0)
-    if len(index.count) < 2:
-        raise InputError(
-            f"triplets need at least 2 classes, got {len(index.count)}; negatives come from another class: add one"
-        )
 
     def step(forward, x, y, rows, uniforms):
-        triplets, valid = dataset_triplets_from_numbers(index, rows, uniforms, self_positive=self_positive)
+        triplets, valid = sample_dataset_triplets(index, rows, uniforms, self_positive=self_positive)
         z, position = forward(torch.cat(triplets), has_repeats=True)
         a, p, n = position.chunk(3)
         return LossOutput(*_hinge_of_batch(z, a, p, n, valid, margin), z[a])
 
-    return Objective(step, random_numbers_for_dataset_triplets)
+    return Objective(step, draw_for_dataset_triplets)
 
 # %% ../../nbs/method/04_training.ipynb #proxied
 def proxy_objective(
@@ -231,7 +195,6 @@ def proxy_objective(
     name: str | None = None,  # of the loss in error messages; None: that of the function
 ) -> Objective:  # with rho = 1
     "Objective of a loss with one trainable proxy a class, which starts at the normalised mean of the class."
-    name = name or _name_of_loss(loss)
     sums = torch.zeros(len(index.count), x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, index.class_id, x)
     proxies = torch.nn.Parameter(torch.nn.functional.normalize(sums, dim=1))
 
@@ -247,7 +210,6 @@ def with_displacement_penalty(
     lam: float,  # weight of the penalty, >= 0
 ) -> Objective:
     "Add lam * mean ||f(x) - x||^2 over the batch, a penalty on leaving the embeddings that the adapter starts from."
-    check_loss_parameter(lam, "lam", minimum=0)
 
     def step(forward, x, y, rows, uniforms):
         output = objective.step(forward, x, y, rows, uniforms)
@@ -313,6 +275,11 @@ def _objective_parameters(optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups[1:] for p in group["params"]]
 
 
+def _trained_parameters(optimizer) -> list[torch.Tensor]:
+    "All parameters, in the order of the optimizer's state."
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _run_state(adapter, optimizer, generators, history) -> dict[str, torch.Tensor]:
     "Everything needed to resume a run, as a flat dictionary of CPU tensors."
     tensors = {f"adapter.{name}": t for name, t in adapter.state_dict().items()}
@@ -325,7 +292,7 @@ def _run_state(adapter, optimizer, generators, history) -> dict[str, torch.Tenso
 
 # %% ../../nbs/method/04_training.ipynb #save-checkpoint
 def save_checkpoint(
-    path: Path | str,  # replaced as a whole: a kill leaves the previous checkpoint
+    path: Path,  # replaced as a whole: a kill leaves the previous checkpoint
     adapter: torch.nn.Module,
     optimizer: torch.optim.Optimizer,  # AdamW
     generators: list[torch.Generator],
@@ -342,53 +309,24 @@ def save_checkpoint(
         save_file(_run_state(adapter, optimizer, generators, history), temporary, {"ega": json.dumps(header)})
 
 # %% ../../nbs/method/04_training.ipynb #fits
-def _check_run_state(tensors, header, adapter, optimizer, generators) -> None:
-    "Check that the tensors of a checkpoint have the names, shapes and types of this run. Raises `ValueError`."
-    epoch, seconds = header["epoch"], header["seconds"]
-    if type(epoch) is not int or epoch < 0 or not isinstance(seconds, (int, float)):
-        raise ValueError(f"epoch {epoch!r} after {seconds!r} seconds")
-    expected = _run_state(adapter, optimizer, generators, TrainHistory())
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, parameter in enumerate(trained):  # AdamW has no state yet, so it is listed here
-        expected[f"optimizer.{i}.exp_avg"] = parameter
-        expected[f"optimizer.{i}.exp_avg_sq"] = parameter
-        expected[f"optimizer.{i}.step"] = torch.zeros(())
-    if wrong := sorted(set(expected) ^ set(tensors)):
-        raise ValueError(f"tensor {wrong[0]} is {'missing' if wrong[0] in expected else 'not expected'}")
-    for name, t in expected.items():
-        same_shape = name.startswith("history.") or tensors[name].shape == t.shape
-        if tensors[name].dtype != t.dtype or not same_shape:
-            raise ValueError(f"tensor {name} has another shape or type")
-    loss, rho = tensors["history.loss"], tensors["history.rho"]
-    if loss.ndim != 1 or loss.shape != rho.shape:
-        raise ValueError("tensor history.loss has another shape or type")
-
-
-def _read_checkpoint(path: Path, owner: str, *run) -> tuple[dict[str, torch.Tensor], dict]:
+def _read_checkpoint(path: Path, owner: str) -> tuple[dict[str, torch.Tensor], dict]:
     "Tensors and header of a checkpoint of this run. Raises `InputError` for a damaged file or that of another run."
     from safetensors import SafetensorError, safe_open
 
     try:
-        if not path.is_file():
-            raise OSError("it is no file")
         with safe_open(path, "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             header = json.loads((f.metadata() or {})["ega"])
-        if header["owner"] == owner:
-            _check_run_state(tensors, header, *run)
+        found = header["owner"]
     except (SafetensorError, *READ_ERRORS) as error:
-        raise InputError(
-            f"{path} is no readable checkpoint ({short_error(error)}); delete it to start from the beginning"
-        ) from error
-    if header["owner"] != owner:
-        raise InputError(
-            f"{path} belongs to a run with other rows, labels or settings; delete it or choose another path"
-        )
+        raise InputError(f"{path} is no readable checkpoint ({short_error(error)}); delete it to start anew") from error
+    if found != owner:
+        raise InputError(f"{path} belongs to a run with other rows, labels or settings; choose another path")
     return tensors, header
 
 # %% ../../nbs/method/04_training.ipynb #load-checkpoint
 def load_checkpoint(
-    path: Path | str,  # written by save_checkpoint
+    path: Path,  # written by save_checkpoint
     adapter: torch.nn.Module,  # this and the next three are set in place
     optimizer: torch.optim.Optimizer,
     generators: list[torch.Generator],
@@ -397,28 +335,32 @@ def load_checkpoint(
     owner: str,  # fingerprint of the run that resumes
 ) -> int:  # finished epochs
     "Restore a run from its checkpoint. Raises `InputError` for a damaged file or that of another run."
-    tensors, header = _read_checkpoint(Path(path), owner, adapter, optimizer, generators)
+    tensors, header = _read_checkpoint(path, owner)
 
     def part(prefix):
         return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
-    adapter.load_state_dict(part("adapter."))
-    with torch.no_grad():
-        for i, parameter in enumerate(_objective_parameters(optimizer)):
-            parameter.copy_(tensors[f"objective.{i}"])
-    groups = optimizer.state_dict()["param_groups"]
-    moments = {i: part(f"optimizer.{i}.") for group in groups for i in group["params"]}
-    optimizer.load_state_dict({"state": moments, "param_groups": groups})
-    for i, generator in enumerate(generators):
-        generator.set_state(tensors[f"generator.{i}"])
-    history.loss = tensors["history.loss"].tolist()
-    history.rho = tensors["history.rho"].tolist()
-    history.seconds = header["seconds"]
-    return header["epoch"]
+    try:
+        adapter.load_state_dict(part("adapter."))
+        with torch.no_grad():
+            for i, parameter in enumerate(_objective_parameters(optimizer)):
+                parameter.copy_(tensors[f"objective.{i}"])
+        groups = optimizer.state_dict()["param_groups"]
+        moments = {i: part(f"optimizer.{i}.") for group in groups for i in group["params"]}
+        if any(moments[i]["exp_avg"].shape != p.shape for i, p in enumerate(_trained_parameters(optimizer))):
+            raise ValueError("the moments of AdamW have another shape")
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        for i, generator in enumerate(generators):
+            generator.set_state(tensors[f"generator.{i}"])
+        history.loss, history.rho = tensors["history.loss"].tolist(), tensors["history.rho"].tolist()
+        history.seconds = header["seconds"]
+        return header["epoch"]
+    except (*READ_ERRORS, RuntimeError) as error:
+        raise InputError(f"{path} is no checkpoint of this run ({short_error(error)}); delete it") from error
 
 # %% ../../nbs/method/04_training.ipynb #labelled
 def _check_training_rows(x, y) -> tuple[np.ndarray, np.ndarray]:
-    "Check unit rows (n, d) and their labels (n,), at least two classes and no row without a label."
+    "Unit rows (n, d) and their labels (n,), at least two classes and no row without a label."
     x = check_unit_norm(check_embeddings(x), "x")
     y = check_labels(y, len(x), min_classes=2)
     if (y < 0).any():
@@ -427,27 +369,14 @@ def _check_training_rows(x, y) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_finite(record: np.ndarray, epoch: int, config: TrainConfig) -> None:
-    "Stop training when a loss is NaN or infinite; `record` (..., steps, 2) is that of one epoch."
-    if epoch == 0 and not np.isfinite(record[..., 0, :]).all():
-        raise FloatingPointError(
-            "the loss is NaN or infinite at the first step, before any change of the adapter; "
-            "check the loss on a batch in which some rows have no other row of their class"
-        )
+    "Stop training when a loss or active ratio of an epoch, (steps, 2), is NaN or infinite."
+    if epoch == 0 and not np.isfinite(record[0]).all():
+        raise FloatingPointError("the loss is NaN or infinite at the first step, before any change of the adapter")
     if not np.isfinite(record).all():
         raise FloatingPointError(
             f"the loss became NaN or infinite in epoch {epoch}; lower the learning rate ({config.lr}), "
             "or check the gradient of the loss"
         )
-
-# %% ../../nbs/method/04_training.ipynb #check-training-arguments
-def _check_training_arguments(adapter, objective, rngs, config) -> None:
-    "Raise `InputError` for an argument of another type."
-    expected = {"adapter": torch.nn.Module, "objective": Objective, "rngs": Rngs, "config": TrainConfig}
-    for value, (name, kind) in zip((adapter, objective, rngs, config), expected.items()):
-        if not isinstance(value, kind):
-            raise InputError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
-    if not any(p.requires_grad for p in adapter.parameters()):
-        raise InputError(f"adapter must have parameters that require a gradient, got none in {type(adapter).__name__}")
 
 # %% ../../nbs/method/04_training.ipynb #train
 PROXY_LR_MULTIPLIER = 100
@@ -460,27 +389,14 @@ def _make_optimizer(adapter, objective, config: TrainConfig) -> torch.optim.Adam
         groups.append({"params": list(objective.parameters), "lr_multiplier": PROXY_LR_MULTIPLIER})
     return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
-
-def _set_learning_rate(optimizer, config: TrainConfig, epoch: int) -> None:
-    "Set the learning rate of every parameter group for an epoch."
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * group["lr_multiplier"] * lr_factor(config, epoch)
-
 # %% ../../nbs/method/04_training.ipynb #run-epochs
 def _step_flops(adapter, d: int, batch_size: int) -> int:
     "Operations of the largest matrix product of a step: a batch through a weight, or with itself."
     return 2 * batch_size * max([batch_size * d] + [p.numel() for p in adapter.parameters()])
 
 
-def _prepare_run(adapter, objective, rngs: Rngs, config: TrainConfig, device: torch.device):
-    "Adapter in training mode on the device, its optimizer, the generators of order and triplets, an empty history."
-    generators = [torch_generator(rngs.order, device), torch_generator(rngs.triplets, device)]
-    optimizer = _make_optimizer(adapter.to(device).train(), objective, config)
-    return adapter, optimizer, generators, TrainHistory()
-
-
 def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, interval: float, on_epoch):
-    "Train from epoch `finished` to the end; `save(epoch=...)` writes a checkpoint every `interval` seconds."
+    "Train from epoch `finished` to the end; `save(epoch)` writes a checkpoint every `interval` seconds."
     adapter, optimizer, generators, history = run
     device = generators[0].device
     x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
@@ -488,7 +404,8 @@ def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, 
     last_saved = time.monotonic()
     for epoch in range(finished, config.epochs):
         start = time.monotonic()
-        _set_learning_rate(optimizer, config, epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * group["lr_multiplier"] * lr_factor(config, epoch)
         batches = _draw_batches(config, index, generators[0])
         record = _train_epoch(adapter, objective, optimizer, x, y, batches, generators[1])
         history.loss += record[:, 0].tolist()
@@ -498,7 +415,7 @@ def _run_epochs(run, objective, x, y, config: TrainConfig, finished: int, save, 
         if on_epoch:
             on_epoch(epoch + 1, config.epochs, adapter)
         if save and time.monotonic() - last_saved > interval:
-            save(epoch=epoch + 1)
+            save(epoch + 1)
             last_saved = time.monotonic()
     adapter.eval()
 
@@ -544,11 +461,6 @@ def train(
     TrainHistory
         Loss and active ratio of every step.
 
-    Raises
-    ------
-    InputError, FloatingPointError
-        For invalid rows or checkpoints; for a loss that becomes NaN or infinite.
-
     Examples
     --------
     >>> import numpy as np
@@ -561,159 +473,20 @@ def train(
     >>> len(history.loss)
     3
     """
-    _check_training_arguments(adapter, objective, rngs, config)
-    check_number(checkpoint_interval, "checkpoint_interval (seconds)", minimum=0)
-    if on_epoch is not None and not callable(on_epoch):
-        raise InputError(f"on_epoch must be a function of two numbers, got {short_repr(on_epoch)}")
-    path = None if checkpoint is None else check_path(checkpoint, "checkpoint")
     x, y = _check_training_rows(x, y)
+    device = pick_device(device)
+    path = Path(checkpoint) if checkpoint else None
     owner = hash_arrays(x, y, np.frombuffer(json.dumps(config_to_dict(config)).encode(), np.uint8))
-    run = _prepare_run(adapter, objective, rngs, config, pick_device(device))
+    generators = [torch_generator(rngs.order, device), torch_generator(rngs.triplets, device)]
+    optimizer = _make_optimizer(adapter.to(device).train(), objective, config)
+    run = adapter, optimizer, generators, TrainHistory()
     finished = load_checkpoint(path, *run, owner=owner) if path and path.exists() else 0
-    save = partial(save_checkpoint, path, *run, owner=owner) if path else None
+
+    def save(epoch):
+        save_checkpoint(path, *run, epoch=epoch, owner=owner)
+
     with limit_threads(_step_flops(adapter, x.shape[1], min(config.batch_size, len(x)))):
-        _run_epochs(run, objective, x, y, config, finished, save, checkpoint_interval, on_epoch)
+        _run_epochs(run, objective, x, y, config, finished, save if path else None, checkpoint_interval, on_epoch)
     if path:
         path.unlink(missing_ok=True)
     return run[-1]
-
-# %% ../../nbs/method/04_training.ipynb #padded
-def _pad(tensors, device) -> torch.Tensor:
-    "Tensors of unequal length as one tensor, with zeros after the shorter ones."
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-
-
-class _StackedRuns:
-    "S runs with stacked weights, rows, labels and class indices, for one `torch.vmap`."
-
-    def __init__(self, adapters, rows, labels, make_objective, settings, device):
-        self.base = copy.deepcopy(adapters[0]).eval()  # in eval mode all shapes are known in advance, as vmap needs
-        self.weights, _ = torch.func.stack_module_state([a.to(device) for a in adapters])
-        y = [torch.from_numpy(run_labels) for run_labels in labels]
-        self.sizes = [len(run_rows) for run_rows in rows]
-        self.x = _pad([torch.from_numpy(run_rows) for run_rows in rows], device)
-        self.y = _pad(y, device)
-        self.index = RowsByClass(*(_pad(list(part), device) for part in zip(*map(index_rows_by_class, y))))
-        self.settings = {name: torch.as_tensor(values, device=device) for name, values in settings.items()}
-        self.make_objective = make_objective
-
-    def step(self, runs, rows, uniforms):
-        "Loss and rho (W,) of the W runs numbered `runs`, on batches (W, B) with uniform numbers (W, ...)."
-
-        def one_run(weights, x, y, index, settings, rows, uniforms):
-            def forward(rows, has_repeats=False):
-                z = torch.func.functional_call(self.base, weights, (x[rows],))
-                return (z, torch.arange(len(rows), device=x.device)) if has_repeats else z
-
-            objective = self.make_objective(RowsByClass(*index), **settings)
-            return objective.step(forward, x, y, rows, uniforms)[:2]
-
-        parts = self.weights, self.x, self.y, tuple(self.index), self.settings
-        if len(runs) < len(self.sizes):
-            parts = torch.utils._pytree.tree_map(lambda t: t[runs], parts)
-        return torch.vmap(one_run)(*parts, rows, uniforms)
-
-# %% ../../nbs/method/04_training.ipynb #stacked-epoch
-def _train_stacked_epoch(stack, optimizer, batch_size, orders, triplets, draw) -> np.ndarray:
-    "One pass of every run over its rows; returns loss and rho of each step, (S, steps, 2)."
-    permutations = [torch.randperm(n, generator=g, device=g.device) for n, g in zip(stack.sizes, orders)]
-    record = []
-    for rows in zip(*(p.split(batch_size) for p in permutations)):
-        lengths = [len(r) for r in rows]
-        total = torch.zeros((), device=rows[0].device)
-        outputs = torch.empty(len(rows), 2, device=rows[0].device)
-        for length in sorted(set(lengths)):  # the last batches can differ by a few rows
-            runs = [i for i, n in enumerate(lengths) if n == length]
-            uniforms = torch.stack([draw(length, triplets[i]) for i in runs])
-            loss, rho = stack.step(runs, torch.stack([rows[i] for i in runs]), uniforms)
-            total = total + loss.sum()
-            outputs[runs] = torch.stack([loss.detach(), rho], 1).float()
-        optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        optimizer.step()
-        record.append(outputs)
-    return torch.stack(record, 1).double().cpu().numpy()
-
-# %% ../../nbs/method/04_training.ipynb #alike
-def _check_stackable(adapters, rows, labels, config: TrainConfig) -> None:
-    "Check that runs take the same steps."
-    properties: dict[str, list] = {
-        "architecture": [(type(a).__name__, *(tuple(p.shape) for p in a.parameters())) for a in adapters],
-        "number of classes": [len(np.unique(run_labels)) for run_labels in labels],
-        "number of steps per epoch": [-(-len(run_rows) // config.batch_size) for run_rows in rows],
-    }
-    for name, values in properties.items():
-        if len(set(values)) > 1:
-            raise InputError(
-                f"runs trained together must have one {name}, got {sorted(set(map(str, values)))}; train them in groups"
-            )
-
-
-def _check_one_per_run(n_runs: int, **lists) -> None:
-    "Check that every list has one entry for each run."
-    for name, entries in lists.items():
-        if len(entries) != n_runs:
-            raise InputError(f"{name} must have one entry per run: {n_runs}, got {len(entries)}")
-
-# %% ../../nbs/method/04_training.ipynb #train-stacked
-def _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, device) -> list[TrainHistory]:
-    "Train all runs in one stack, in place."
-    start = time.monotonic()
-    first = make_objective(index_rows_by_class(torch.from_numpy(labels[0])), **{k: v[0] for k, v in settings.items()})
-    if first.parameters:
-        raise InputError(
-            "runs trained together must train adapters alone, got an objective with parameters of its own; "
-            "pass stacked=False"
-        )
-    stack = _StackedRuns(adapters, rows, labels, make_objective, settings, device)
-    histories = [TrainHistory() for _ in rows]
-    optimizer = torch.optim.AdamW(stack.weights.values(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
-    orders = [torch_generator(r.order, device) for r in rngs]
-    triplets = [torch_generator(r.triplets, device) for r in rngs]
-    for epoch in range(config.epochs):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * lr_factor(config, epoch)
-        record = _train_stacked_epoch(stack, optimizer, config.batch_size, orders, triplets, first.draw)
-        _check_finite(record, epoch, config)
-        for history, run_record in zip(histories, record):
-            history.loss += run_record[:, 0].tolist()
-            history.rho += run_record[:, 1].tolist()
-    for i, (adapter, history) in enumerate(zip(adapters, histories)):
-        adapter.load_state_dict({name: v[i].detach() for name, v in stack.weights.items()})
-        adapter.eval()
-        history.seconds = (time.monotonic() - start) / len(histories)
-    return histories
-
-# %% ../../nbs/method/04_training.ipynb #train-many
-def train_many(
-    adapters: list[torch.nn.Module],  # S adapters of one architecture; trained in place
-    make_objective: Callable,  # function of (index, **settings) -> Objective, index a RowsByClass
-    x: list[np.ndarray],  # S arrays of unit rows (n_s, d)
-    y: list[np.ndarray],  # S arrays of labels (n_s,)
-    *,
-    settings: dict[str, list[float]],  # name -> S numbers, such as margin or lam
-    rngs: list[Rngs],  # S results of ega.data.arrays.spawn_rngs
-    config: TrainConfig = TrainConfig(),  # shared by all runs
-    device: str | torch.device | None = None,  # None: CUDA when there is one
-    stacked: bool | None = None,  # None: stack the runs on CUDA; False: one after the other
-) -> list[TrainHistory]:
-    "Train many runs of one architecture; each ends where `train` would have taken it alone."
-    target = pick_device(device)
-    rows, labels = zip(*map(_check_training_rows, x, y))
-    _check_one_per_run(len(rows), adapters=adapters, rngs=rngs, **settings)
-    _check_stackable(adapters, rows, labels, config)
-    if stacked is None:
-        stacked = target.type == "cuda" and config.steps_per_epoch is None
-    if stacked and config.steps_per_epoch is not None:
-        raise InputError(
-            "runs trained together make whole passes over their rows, got steps_per_epoch; pass stacked=False"
-        )
-    if stacked:
-        with limit_threads(_step_flops(adapters[0], rows[0].shape[1], config.batch_size)):
-            return _train_stacked(adapters, make_objective, rows, labels, settings, rngs, config, target)
-    histories = []
-    for i, adapter in enumerate(adapters):
-        index = index_rows_by_class(torch.from_numpy(labels[i]).to(target))
-        objective = make_objective(index, **{name: values[i] for name, values in settings.items()})
-        histories.append(train(adapter, objective, rows[i], labels[i], rngs=rngs[i], config=config, device=target))
-    return histories

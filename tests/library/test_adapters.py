@@ -377,21 +377,6 @@ def test_interpolate_ends_arc_and_array_types():
     assert interpolate(x.astype("f4"), z.astype("f4"), 0.5).dtype == np.float32
 
 
-@pytest.mark.parametrize("strength", (-0.1, 1.1, float("nan")))
-def test_interpolate_refuses_strength_outside_0_to_1(strength):
-    with pytest.raises(InputError, match="strength"):
-        interpolate(np.eye(2), np.eye(2), strength)
-
-
-def test_interpolate_refuses_opposite_rows_and_other_shapes():
-    with pytest.raises(InputError, match="opposite"):
-        interpolate(circle_points(10), circle_points(190), 0.5)
-    with pytest.raises(InputError, match="one shape"):
-        interpolate(np.eye(2), np.eye(3), 0.5)  # would not broadcast
-    with pytest.raises(InputError, match="one shape"):
-        interpolate(np.eye(3), np.eye(3)[:1], 0.5)  # would broadcast silently
-
-
 # transform
 
 
@@ -432,18 +417,6 @@ def test_transform_runs_in_eval_mode():
     assert np.allclose(transform(f, x, device="cpu"), x, atol=1e-6) and f.training
 
 
-def test_transform_refuses_bad_input():
-    f = make("LinearAdapter", 4)
-    with pytest.raises(InputError, match="4 columns"):
-        transform(f, np.eye(3))
-    with pytest.raises(InputError, match="unit rows"):
-        transform(f, 2 * np.eye(4))
-    with pytest.raises(InputError, match="batch"):
-        transform(f, np.eye(4), batch_size=0)
-    with pytest.raises(InputError, match="NaN"):
-        transform(f, np.full((2, 4), np.nan))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("kind", KINDS)
 def test_transform_on_cuda(kind):
@@ -451,28 +424,6 @@ def test_transform_on_cuda(kind):
     assert np.allclose(transform(f, x), transform(f, x, device="cpu"), atol=1e-5)  # another order of sums
     assert next(f.parameters()).device.type == "cpu"
     assert all(torch.equal(p.cpu(), q) for p, q in zip(make(kind, 64).cuda().parameters(), make(kind, 64).parameters()))
-
-
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda g: PaperEGA(0, gen=g), "d must be an integer >= 1"),
-        (lambda g: PaperEGA(4.0, gen=g), "d must be"),
-        (lambda g: ReleasedEGA(8, hidden=0, gen=g), "hidden"),
-        (lambda g: LoRAAdapter(8, rank=9, gen=g), "rank must be at most d = 8"),
-        (lambda g: LoRAAdapter(8, rank=0, gen=g), "rank"),
-        (lambda g: LoRAAdapter(8, rank=2, scale=0.0, gen=g), "scale"),
-        (lambda g: LoRAAdapter(8, rank=2, scale=float("nan"), gen=g), "scale"),
-        (lambda g: LinearAdapter(True), "d must be"),
-        (lambda g: PaperEGA(8, gen=None), "torch.Generator"),
-        (lambda g: PaperEGA(8, gen=np.random.default_rng(0)), "torch.Generator"),
-        (lambda g: PaperEGA(8, gen=g)(torch.ones(2, 9)), "9"),
-        (lambda g: LinearAdapter(8)(torch.ones(9)), "d=8"),
-    ],
-)
-def test_bad_arguments_are_refused(call, words):
-    with pytest.raises(InputError, match=words):
-        call(torch.Generator())
 
 
 def test_transform_computes_one_batch_at_a_time():
@@ -524,63 +475,6 @@ def test_save_and_load_bounded_adapter(tmp_path, kind, dtype):
     assert len({adapter_fingerprint(a) for a in (f, f.inner, BoundedDisplacementAdapter(f.inner, 0.4).to(dtype))}) == 3
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(state={"max_displacement": torch.tensor(2.0)}), "max_displacement must lie in"),
-        (dict(state={"max_displacement": torch.tensor(0.0)}), "max_displacement must lie in"),
-        (dict(state={"max_displacement": torch.tensor(-1.0)}), "max_displacement must lie in"),
-        (dict(state={"max_displacement": torch.tensor(0.2)}), "not those that were saved"),
-        (dict(state={"max_displacement": torch.tensor([0.3])}), "weight max_displacement must have shape"),
-        (dict(drop=["max_displacement"]), "weight max_displacement must have shape"),
-        (dict(about={"sizes": {"inner": 3}}), "no BoundedDisplacementAdapter can be built"),
-        (dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}), "no BoundedDisplacementAdapter can be built"),
-        (
-            dict(
-                about={
-                    "sizes": {
-                        "inner": {
-                            "kind": "BoundedDisplacementAdapter",
-                            "sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": 18}}},
-                        }
-                    }
-                }
-            ),
-            "PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter, got .BoundedDisplacementAdapter.",
-        ),
-        (
-            dict(about={"sizes": {"inner": {"kind": "LinearAdapter", "sizes": {"d": -1, "bias": False}}}}),
-            "no LinearAdapter can be built",
-        ),
-        (dict(about={"sizes": {"inner": {"kind": ["x"], "sizes": {}}}}), "kind must be one of"),
-        (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
-    ],
-)
-def test_load_refuses_damaged_bounded_adapter(tmp_path, change, words):
-    path = damaged(
-        save_adapter(BoundedDisplacementAdapter(trained(make("LinearAdapter", 18)), 0.3), tmp_path / "f.safetensors"),
-        **change,
-    )
-    with pytest.raises(InputError, match=words):
-        load_adapter(path)
-
-
-def test_bound_that_rounds_to_0_or_2_is_refused(tmp_path):
-    for bound in (2 - 1e-9, 1e-50):
-        with pytest.raises(InputError, match="max_displacement must lie in"):
-            BoundedDisplacementAdapter(make("LinearAdapter", 18), bound)
-    with pytest.raises(InputError, match="f.safetensors: max_displacement must lie in"):
-        save_adapter(BoundedDisplacementAdapter(make("LinearAdapter", 18), 1.9999).half(), tmp_path / "f.safetensors")
-
-    class NamedBounded(nn.Linear):
-        d = 4
-
-    NamedBounded.__name__ = "BoundedDisplacementAdapter"
-    with pytest.raises(InputError, match="got BoundedDisplacementAdapter;"):
-        save_adapter(NamedBounded(4, 4), tmp_path / "f.safetensors")
-    assert not any(tmp_path.iterdir())
-
-
 def test_loaded_adapter_survives_deletion_of_its_file(tmp_path):
     f = trained(make("LoRAAdapter", 18))
     g = load_adapter(save_adapter(f, tmp_path / "f.safetensors"))
@@ -602,104 +496,10 @@ def test_fingerprint_depends_on_class_sizes_and_weights():
     ) == adapter_fingerprint(made[0])
 
 
-def test_save_refuses_other_modules_and_nan_weights(tmp_path):
-    class SameAttributes(nn.Linear):
-        d, hidden = 4, 4  # the attributes of ReleasedEGA
-
-    for f, words in (
-        (nn.Linear(4, 4), "must be one of PaperEGA, ReleasedEGA, LoRAAdapter, LinearAdapter"),
-        (SameAttributes(4, 4), "must be one of"),
-        (BoundedDisplacementAdapter(SameAttributes(4, 4), 0.1), "BoundedDisplacementAdapter around SameAttributes"),
-        (
-            BoundedDisplacementAdapter(BoundedDisplacementAdapter(make("LinearAdapter", 4), 0.2), 0.1),
-            "BoundedDisplacementAdapter around BoundedDisplacementAdapter",
-        ),
-    ):
-        with pytest.raises(InputError, match=words):
-            save_adapter(f, tmp_path / "f")
-    f = make("LinearAdapter", 4)
-    with torch.no_grad():
-        f.weight[1, 2] = float("nan")
-    with pytest.raises(InputError, match="weight must be finite, got 1 NaN"):
-        save_adapter(f, tmp_path / "f")
-    assert not any(tmp_path.iterdir())
-
-
-def damaged(path, *, about=None, state=None, drop=(), raw=None):
-    "A copy of an adapter file with other metadata, other tensors, or other bytes."
-    if raw is not None:
-        path.write_bytes(raw(path.read_bytes()))
-        return path
-    with safe_open(path, "pt") as f:
-        old, tensors = json.loads(f.metadata()["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
-    save_file(
-        {k: v for k, v in (tensors | (state or {})).items() if k not in drop},
-        path,
-        {"ega": json.dumps(old | about if isinstance(about, dict) else about or old)},
-    )
-    return path
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(raw=lambda b: b""), "cannot be read"),
-        (dict(raw=lambda b: b[:20]), "cannot be read"),
-        (dict(raw=lambda b: b[:-1]), "cannot be read"),
-        (dict(raw=lambda b: b"PK\x03\x04" + b), "cannot be read"),
-        (dict(raw=lambda b: b[:-4] + np.float32(0.5).tobytes()), "not those that were saved"),
-        (dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()), "NaN or inf"),
-        (dict(about=[1]), "cannot be read"),
-        (dict(about={"kind": None}), "cannot be read"),
-        (dict(about={"kind": ["LoRAAdapter"]}), "cannot be read"),
-        (dict(about={"sizes": 3}), "cannot be read"),
-        (dict(about={"kind": "MLP"}), "kind must be one of"),
-        (dict(about={"kind": "LinearAdapter"}), "needs the sizes"),
-        (dict(about={"sizes": {"d": 18}}), "needs the sizes"),
-        (dict(about={"sizes": [["d", 4]]}), "needs the sizes"),
-        (dict(about={"sizes": {"d": 18, "rank": 5, "scale": 2.0}}), "must have shape"),
-        (dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.0}}), "must have shape"),
-        (dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
-        (dict(about={"sizes": {"d": "18", "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
-        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.0}}), "not those that were saved"),
-        (dict(about={"sizes": {"d": 18, "rank": 4, "scale": "2"}}), "no LoRAAdapter can be built"),
-        (dict(about={"sizes": {"d": 10**30, "rank": 4, "scale": 2.0}}), "no LoRAAdapter can be built"),
-        (dict(about={"fingerprint": 7}), "not those that were saved"),
-        (dict(drop=["A"]), "weight A must have shape"),
-        (dict(state={"C": torch.zeros(2)}), "weight C must have shape None"),
-        (dict(state={"A": torch.zeros(4, 18, dtype=torch.int64)}), "one floating type"),
-        (dict(state={"A": torch.zeros(4, 18, dtype=torch.float64)}), "one floating type"),
-    ],
-)
-def test_load_refuses_damaged_files(tmp_path, change, words):
-    path = damaged(save_adapter(make("LoRAAdapter", 18), tmp_path / "f.safetensors"), **change)
-    with pytest.raises(InputError, match=words) as error:
-        load_adapter(path)
-    assert "; " in str(error.value) and str(path) in str(error.value)
-
-
-def test_load_refuses_other_files(tmp_path):
-    with pytest.raises(InputError, match="no such adapter"):
-        load_adapter(tmp_path / "none")
-    with pytest.raises(InputError, match="no such adapter"):
-        load_adapter(tmp_path)
-    save_file({"weight": torch.zeros(2)}, tmp_path / "plain")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_adapter(tmp_path / "plain")
-
-
-def test_load_refuses_pickles(tmp_path):
-    torch.save(make("LoRAAdapter", 18), tmp_path / "f")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_adapter(tmp_path / "f")
-
-
 def test_ablated_ega_without_any_removed_part_is_released_ega():
     gen = lambda: torch.Generator().manual_seed(5)
     a, b, x = AblatedEGA(9, hidden=6, gen=gen()), ReleasedEGA(9, hidden=6, gen=gen()), rows(4, 9)
     assert torch.equal(trained(a)(x), trained(b)(x))
-    with pytest.raises(InputError, match="without must name residual, zero_init or sphere, got \\['l2'\\]"):
-        AblatedEGA(9, without=("l2",), gen=gen())
 
 
 def test_ablated_ega_lacks_each_named_part():
@@ -755,23 +555,122 @@ def test_scale_residual_scales_the_offset_too():
     )
 
 
+# refused
+
+
 @pytest.mark.parametrize(
-    "call, words",
+    "call",
     [
-        (lambda: LinearAdapter(4, bias=1), "bias must be True or False"),
-        (lambda: merge_linear(np.eye(4), LinearAdapter(4, bias=True), x=np.eye(4)), "with a bias cannot be merged"),
+        lambda: transform(make("LinearAdapter", 4), np.eye(3)),
+        lambda: transform(make("LinearAdapter", 4), 2 * np.eye(4)),
+        lambda: transform(make("LinearAdapter", 4), np.full((2, 4), np.nan)),
+        lambda: transform(3, np.eye(4)),
+        lambda: interpolate(circle_points(10), circle_points(190), 0.5),
+        lambda: merge_linear(np.eye(4), LinearAdapter(4, bias=True), x=np.eye(4)),
+        lambda: scale_residual(make("PaperEGA", 4), 0.5),
     ],
+    ids=["width", "norm", "NaN", "no adapter", "opposite rows", "merged bias", "nested blocks"],
 )
-def test_bad_bias_is_refused(call, words):
-    with pytest.raises(InputError, match=words):
+def test_wrong_input_is_refused(call):
+    with pytest.raises(InputError):
         call()
 
 
-def test_an_array_or_an_estimator_in_place_of_a_tensor_or_module_is_named():
-    with pytest.raises(
-        InputError, match="must be a torch.Tensor, got ndarray; for arrays use ega.method.adapters.transform"
-    ):
-        LinearAdapter(4)(np.eye(4, dtype="f4"))
-    estimator = type("Estimator", (), {"adapter_": LinearAdapter(4)})()
-    with pytest.raises(InputError, match="got Estimator; pass its attribute adapter_"):
-        transform(estimator, np.eye(4))
+class OtherModule(nn.Linear):
+    d, hidden = 4, 4  # the attributes of ReleasedEGA
+
+
+def with_nan():
+    f = make("LinearAdapter", 4)
+    with torch.no_grad():
+        f.weight[1, 2] = float("nan")
+    return f
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: BoundedDisplacementAdapter(OtherModule(4, 4), 0.1),
+        lambda: BoundedDisplacementAdapter(BoundedDisplacementAdapter(make("LinearAdapter", 4), 0.2), 0.1),
+        lambda: BoundedDisplacementAdapter(make("LinearAdapter", 18), 1.9999).half(),  # rounds to 2
+        with_nan,
+    ],
+)
+def test_save_refuses_what_load_could_not_restore(tmp_path, build):
+    with pytest.raises(InputError):
+        save_adapter(build(), tmp_path / "f.safetensors")
+    assert not any(tmp_path.iterdir())
+
+
+def test_save_does_not_replace_another_file(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("notes")
+    with pytest.raises(InputError):
+        save_adapter(make("LinearAdapter", 4), path)
+    assert path.read_text() == "notes"
+
+
+def damaged(path, *, about=None, state=None, drop=(), raw=None):
+    "The adapter file with other metadata, other tensors, or other bytes."
+    if raw is not None:
+        path.write_bytes(raw(path.read_bytes()))
+        return path
+    with safe_open(path, "pt") as f:
+        old, tensors = json.loads(f.metadata()["ega"]), {k: f.get_tensor(k).clone() for k in f.keys()}
+    tensors = {k: v for k, v in (tensors | (state or {})).items() if k not in drop}
+    save_file(tensors, path, {"ega": json.dumps(old | (about or {}))})
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(raw=lambda b: b""),
+        dict(raw=lambda b: b[:-1]),
+        dict(raw=lambda b: b"PK\x03\x04" + b),
+        dict(raw=lambda b: b[:-4] + np.float32(0.5).tobytes()),
+        dict(raw=lambda b: b[:-4] + np.float32(np.nan).tobytes()),
+        dict(about={"kind": ["LoRAAdapter"]}),
+        dict(about={"kind": "MLP"}),
+        dict(about={"kind": "LinearAdapter"}),
+        dict(about={"sizes": 3}),
+        dict(about={"sizes": {"d": 18}}),
+        dict(about={"sizes": {"d": 10**12, "rank": 4, "scale": 2.0}}),
+        dict(about={"sizes": {"d": -1, "rank": 4, "scale": 2.0}}),
+        dict(about={"sizes": {"d": 18, "rank": 4, "scale": 3.0}}),
+        dict(about={"fingerprint": 7}),
+        dict(drop=["A"]),
+        dict(state={"C": torch.zeros(2)}),
+        dict(state={"A": torch.zeros(4, 18, dtype=torch.int64)}),
+        dict(state={"A": torch.zeros(4, 18, dtype=torch.float64)}),
+    ],
+)
+def test_load_refuses_damaged_files(tmp_path, change):
+    path = damaged(save_adapter(make("LoRAAdapter", 18), tmp_path / "f.safetensors"), **change)
+    with pytest.raises(InputError, match="f.safetensors"):
+        load_adapter(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(state={"max_displacement": torch.tensor(2.0)}),
+        dict(state={"max_displacement": torch.tensor(0.2)}),
+        dict(drop=["max_displacement"]),
+        dict(about={"sizes": {"inner": {"kind": "LinearAdapter"}}}),
+        dict(about={"sizes": {"inner": {"kind": "BoundedDisplacementAdapter", "sizes": {}}}}),
+    ],
+)
+def test_load_refuses_damaged_bounded_adapters(tmp_path, change):
+    f = BoundedDisplacementAdapter(trained(make("LinearAdapter", 18)), 0.3)
+    path = damaged(save_adapter(f, tmp_path / "f.safetensors"), **change)
+    with pytest.raises(InputError):
+        load_adapter(path)
+
+
+def test_load_refuses_missing_files_and_pickles(tmp_path):
+    torch.save(make("LoRAAdapter", 18), tmp_path / "f")
+    for path in ("none", "f", "."):
+        with pytest.raises(InputError):
+            load_adapter(tmp_path / path)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ega.data.arrays import normalize
+from ega.data.arrays import InputError, normalize
 from ega.method.certificates import (
     angle_to_chord,
     certified_queries,
@@ -15,7 +15,6 @@ from ega.method.certificates import (
     max_query_angle,
     unit_float64,
 )
-from ega.testing import error_message
 
 
 def triples(n, d=6, seed=0):
@@ -138,9 +137,9 @@ def test_excluded_rows_ties_and_bad_input():
     duplicates = np.concatenate([xb, xb[:1]])
     assert certified_radius(duplicates[[5]], duplicates[[0, -1]])[0] < 1e-7  # a tie is never certified
     assert not certified_queries(duplicates[[5]], duplicates[[0, -1]], 1e-6, 0.0)[0]
-    assert "must lie in" in error_message(lambda: certified_radius(xb, xb[:1])) and "[0, 2]" in error_message(
-        lambda: certified_queries(xb, xb, -1.0, 0.0)
-    )
+    for call in (lambda: certified_radius(xb, xb[:1]), lambda: certified_queries(xb, xb, -1.0, 0.0)):
+        with pytest.raises(InputError):
+            call()
     assert np.allclose(angle_to_chord(chord_to_angle([0.0, 0.7, 2.0])), [0, 0.7, 2])
 
 
@@ -150,30 +149,8 @@ def test_excluded_rows_may_be_a_list():
     assert np.array_equal(found, certified_radius(xb[:3], xb, exclude=np.arange(3)))
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda x: certified_radius(x[:3], x, exclude=[0, 1]), "exclude must be one row number in 0"),
-        (lambda x: certified_radius(x[:3], x, exclude=[0, 1, 10**6]), "exclude must be one row number in 0"),
-        (lambda x: certified_radius(x[:3], x, exclude=["0", "1", "2"]), "exclude must be one row number in 0"),
-        (lambda x: certified_radius(x[:3], x, batch_size=0), "batch_size must be an integer >= 1"),
-        (lambda x: certified_queries(x[:3], x[5:], "0.1", 0), "displacement must be a number or an array of numbers"),
-        (lambda x: certified_queries(x[:3], x[5:], [0.1, 0.2], 0), "query_displacement must be a number or have shape"),
-        (lambda x: certified_queries(x[:3], x[5:], 0, [0.1, 0.2]), "gallery_displacement must be a number or have"),
-        (lambda x: chord_to_angle("1"), "displacement must be a number"),
-        (lambda x: angle_to_chord(4.0), "angles between vectors lie in"),
-        (lambda x: angle_to_chord("1"), "angle must be a number"),
-        (lambda x: largest_certified_strength(x, x, 0.5, steps=0), "steps must be an integer >= 1"),
-        (lambda x: largest_certified_strength(x, x, "0.5"), "share must be a finite number"),
-    ],
-)
-def test_wrong_arguments_are_named(call, words):
-    assert words in error_message(lambda: call(gallery()[1]))
-
-
 def test_largest_certified_strength_keeps_the_share():
     _, x, rng = gallery(d=9)
     z = unit_float64(normalize(x + 0.2 * rng.normal(size=x.shape)))
     strength, share = largest_certified_strength(x, z, 0.6)
     assert 0.6 <= share < 1 and 0 < strength < 1 and largest_certified_strength(x, x, 0.9) == (1.0, 1.0)
-    assert "share" in error_message(lambda: largest_certified_strength(x, z, 0.0))

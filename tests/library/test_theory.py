@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from ega.data.arrays import InputError, spawn_rngs, torch_generator
+from ega.data.arrays import spawn_rngs, torch_generator
 from ega.measure.metrics import displacement
-from ega.method.active_ratio import Triplets, dataset_triplets_from_numbers, index_rows_by_class
+from ega.method.active_ratio import Triplets, index_rows_by_class, sample_dataset_triplets
 from ega.method.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
 from ega.method.config import TrainConfig
 from ega.method.losses import supcon, triplet_violations
@@ -214,8 +214,6 @@ def test_the_first_steps_of_a_record_are_the_record_of_a_shorter_training():
     assert all(np.array_equal(a, b) for a, b in zip(long.first(4), short))
     assert np.allclose(short.theta_distance, 0.5 * 0.25 * np.arange(1, 5), rtol=1e-5)  # eta times the mean gradient
     assert np.allclose(short.drift[:, 0], 3 * short.theta_distance)  # J = 3
-    for steps in (0, 7):
-        assert "from 1 to 6" in error_message(lambda steps=steps: long.first(steps))
 
 
 def test_the_learning_rate_of_the_bounds_may_change_from_step_to_step():
@@ -240,7 +238,7 @@ def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
     seen, index = y < 4, index_rows_by_class(y[y < 4])
 
     def sample_triplets(y, rows, u):
-        return dataset_triplets_from_numbers(index, rows, u)
+        return sample_dataset_triplets(index, rows, u)
 
     adapter = ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)).double()
     recorder = TrajectoryRecorder(
@@ -281,7 +279,7 @@ def test_recording_does_not_change_the_training():
         inner,
         torch.tensor(x[:5]),
         gen=torch.Generator().manual_seed(0),
-        sample_triplets=lambda y, rows, u: dataset_triplets_from_numbers(index, rows, u),
+        sample_triplets=lambda y, rows, u: sample_dataset_triplets(index, rows, u),
         margin=0.2,
         every=4,
     )
@@ -296,9 +294,6 @@ def test_recording_does_not_change_the_training():
         and (trajectory.theta_distance <= trajectory.step_length.cumsum() * (1 + 1e-6)).all()
     )
     assert np.allclose(trajectory.drift[-1], displacement(transform(watched, x[:5], device="cpu"), x[:5]), atol=1e-6)
-    assert "nothing was recorded" in error_message(
-        lambda: TrajectoryRecorder(inner, torch.tensor(x[:5]), gen=torch.Generator()).trajectory(plain)
-    )
 
 
 def test_norms_are_measured_at_the_given_steps():
@@ -319,8 +314,6 @@ def test_norms_are_measured_at_the_given_steps():
 
 def test_effective_rank():
     assert np.isclose(effective_rank([2, 2, 0]), 2) and effective_rank([3]) == 1 and 1 < effective_rank([1, 0.1]) < 2
-    for bad in ([-1, 2], [0, 0], [[1.0]]):
-        assert "singular values" in error_message(lambda: effective_rank(bad))
 
 
 # Bounded adapters
@@ -361,8 +354,6 @@ def test_bounded_adapter_starts_as_the_identity_and_a_large_bound_changes_nothin
     )
     z = transform(BoundedDisplacementAdapter(inner, 0.1), x, device="cpu")
     assert displacement(z, x.numpy()).max() <= 0.1 + 1e-6
-    for bad in (0, 2.1, float("nan")):
-        assert "(0, 2)" in error_message(lambda: BoundedDisplacementAdapter(inner, bad), InputError)
 
 
 def test_bounded_adapter_can_be_trained():

@@ -1,4 +1,4 @@
-"The training loop against plain PyTorch, its determinism, its checkpoints after a kill, stacked runs."
+"The training loop against plain PyTorch, its determinism, its checkpoints after a kill."
 
 import os
 import signal
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,19 +17,17 @@ from ega.data.files import hash_arrays
 from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
 from ega.method.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
 from ega.method.config import TrainConfig
-from ega.method.losses import LOSSES, cosface, icon, icon_self_included, nca_half_repulsion, register_loss, supcon
+from ega.method.losses import LOSSES, cosface, register_loss, supcon
 from ega.method.methods import LossConfig, build_objective
 from ega.method.training import (
     _hinge_of_batch,
     _mean_hinge,
-    _StackedRuns,
     batch_triplet_objective,
     dataset_triplet_objective,
     lr_factor,
     pairwise_objective,
     proxy_objective,
     train,
-    train_many,
     with_displacement_penalty,
 )
 
@@ -247,26 +244,6 @@ def test_fewer_rows_than_a_batch_and_a_short_last_batch():
         assert len(fit(pairwise_objective(supcon), x, y)[1].loss) == 6 * -(-n // 32)
 
 
-def test_bad_input_is_refused_before_the_first_step():
-    x, y = make_data()
-    for change, words in (
-        (dict(y=y[:-1]), "one label per row"),
-        (dict(y=np.zeros(150, int)), "at least 2 classes"),
-        (dict(y=np.r_[y[:-1], -1]), "label -1"),
-        (dict(x=3 * x), "unit rows"),
-    ):
-        with pytest.raises(InputError, match=words):
-            fit(pairwise_objective(supcon), **({"x": x, "y": y} | change))
-    with pytest.raises(InputError, match="epochs must be an integer >= 1"):
-        TrainConfig(epochs=0)
-    with pytest.raises(InputError, match="batch_size must be an integer >= 2, got 2.5"):
-        TrainConfig(batch_size=2.5)
-    with pytest.raises(InputError, match="lr must be a finite number > 0"):
-        TrainConfig(lr=float("nan"))
-    with pytest.raises(InputError, match="schedule must be 'cosine' or 'constant'"):
-        TrainConfig(schedule="linear")
-
-
 def test_proxies_start_at_class_means_and_are_trained_with_the_adapter():
     x, y = make_data()
     tx, ty = torch.tensor(x), torch.tensor(7 - 2 * y)  # labels need not be 0..C-1, nor in order
@@ -284,65 +261,6 @@ def test_proxies_start_at_class_means_and_are_trained_with_the_adapter():
     assert (
         torch.allclose(step.max(), torch.tensor(0.1), rtol=0.01) and len(history.loss) == 1
     )  # AdamW's first step: PROXY_LR_MULTIPLIER x lr
-
-
-def test_a_diverging_loss_raises_and_names_the_learning_rate():
-    x, y = make_data()
-    calls = []
-
-    def blows_up(z, y):
-        calls.append(z)
-        return z.sum() if len(calls) < 8 else (z * float("inf")).sum()
-
-    with pytest.raises(FloatingPointError, match="NaN or infinite in epoch 1; lower the learning rate .0.001."):
-        fit(pairwise_objective(blows_up), x, y)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_at_the_first_step_does_not_blame_the_learning_rate(value):
-    x, y = make_data()
-    with pytest.raises(FloatingPointError, match="at the first step, before any change of the adapter; check the loss"):
-        fit(pairwise_objective(lambda z, y: z.sum() * value), x, y)
-
-
-def missing_name(z, y):
-    return z.sum() + nothing  # noqa: F821
-
-
-@pytest.mark.parametrize(
-    "loss, words",
-    [
-        (lambda z, y: z, r"loss <lambda> must return a scalar tensor, got shape \(32, 20\); return the mean"),
-        (lambda z, y: z.sum().reshape(1), r"must return a scalar tensor, got shape \(1,\)"),
-        (lambda z, y: z.sum().item(), "must return a scalar tensor of real numbers, got float"),
-        (lambda z, y: z.sum() * 1j, "of real numbers, got dtype torch.complex64"),
-        (lambda z, y: None, "must return a scalar tensor of real numbers, got NoneType"),
-        (lambda z, y: z.detach().sum(), "loss <lambda> has no gradient in the embeddings z, so it cannot train"),
-        (lambda z, y: torch.ones(()), "has no gradient in the embeddings z"),
-        (missing_name, r"loss missing_name raised NameError on a batch of shape \(32, 20\): name 'nothing' is not def"),
-        (lambda z, y: z @ y, r"loss <lambda> raised RuntimeError on a batch of shape \(32, 20\): "),
-        (partial(supcon, temperature=1), "loss supcon raised TypeError on a batch"),
-        (torch.nn.Bilinear(20, 1, 1), "loss Bilinear raised RuntimeError"),
-    ],
-)
-def test_a_bad_loss_is_reported_in_one_sentence(loss, words):
-    x, y = make_data()
-    index = index_rows_by_class(torch.tensor(y))
-    for objective in (
-        pairwise_objective(loss),
-        proxy_objective(lambda z, y, proxies: loss(z, y), index, torch.tensor(x)),
-    ):
-        with pytest.raises(InputError) as raised:
-            fit(objective, x, y)
-        assert "\n" not in str(raised.value)
-    with pytest.raises(InputError, match=words):
-        fit(pairwise_objective(loss), x, y)
-
-
-def test_what_a_loss_says_about_its_input_is_passed_on():
-    x, y = make_data()
-    with pytest.raises(InputError, match="^tau must be a finite number > 0, got 0"):
-        fit(pairwise_objective(partial(supcon, tau=0)), x, y)
 
 
 def test_cosine_schedule_starts_at_one_and_stays_positive():
@@ -405,132 +323,71 @@ def test_training_resumes_after_kill_with_the_same_bits(tmp_path, name):
     assert done.stdout.split() == [weights_hash(whole), str(len(history.loss))] and not path.exists()
 
 
-STACKED = {
-    "batch": lambda index, margin, lam: with_displacement_penalty(batch_triplet_objective(margin), lam),
-    "dataset": lambda index, margin, lam: with_displacement_penalty(dataset_triplet_objective(margin, index), lam),
-    **{
-        loss.__name__: lambda index, margin, lam, loss=loss: with_displacement_penalty(pairwise_objective(loss), lam)
-        for loss in (supcon, icon, icon_self_included, nca_half_repulsion)
-    },
-}
-SETTINGS = {"margin": [0.05, 0.2, 0.9], "lam": [0.0, 2.0, 0.5]}
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x, y[:-1]),
+        lambda x, y: (x, np.zeros(150, int)),
+        lambda x, y: (x, np.r_[y[:-1], -1]),
+        lambda x, y: (3 * x, y),
+        lambda x, y: (np.where(x == x[3, 4], np.nan, x), y),
+    ],
+    ids=["missing label", "one class", "unlabelled row", "rows of norm 3", "NaN"],
+)
+def test_wrong_rows_and_labels_are_refused(change):
+    with pytest.raises(InputError):
+        fit(pairwise_objective(supcon), *change(*make_data()))
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("name", STACKED)
-def test_a_stacked_step_equals_single_steps_in_value_and_gradient(kind, name):
-    "In float64, three runs with their own rows, weights, margin, lam and random numbers."
-    sets = [make_data(n, seed=i) for i, n in enumerate((60, 55, 50))]
-    adapters = [changed(kind) for _ in sets]
-    for i, a in enumerate(adapters):
-        with torch.no_grad():
-            [p.mul_(1 + i / 4) for p in a.parameters()]
-    rows, labels = [x.astype(np.float64) for x, _ in sets], [y for _, y in sets]
-    batch, gens = (
-        [torch.randperm(50, generator=torch.Generator().manual_seed(i))[:32] for i in range(3)],
-        [torch.Generator().manual_seed(9 + i) for i in range(3)],
-    )
-    stack = _StackedRuns(
-        adapters,
-        rows,
-        labels,
-        STACKED[name],
-        {k: torch.tensor(v).double() for k, v in SETTINGS.items()},
-        torch.device("cpu"),
-    )
-    made = [
-        STACKED[name](index_rows_by_class(torch.tensor(y)), **{k: v[i] for k, v in SETTINGS.items()})
-        for i, y in enumerate(labels)
-    ]
-    u = torch.stack([o.draw(32, g) for o, g in zip(made, gens)])
-    loss, rho = stack.step([0, 1, 2], torch.stack(batch), u)
-    ours = torch.autograd.grad(loss.sum(), list(stack.weights.values()))
-    for i, (a, o) in enumerate(zip(adapters, made)):
-        solo, gradients = gradient(a, o, torch.tensor(rows[i]), torch.tensor(labels[i]), batch[i], 9 + i, True)
-        assert torch.allclose(loss[i], solo.loss, atol=1e-7) and abs(rho[i] - solo.rho) < 1e-12
-        assert torch.allclose(
-            torch.cat([g[i].flatten() for g in ours]), gradients, atol=1e-7
-        )  # margins enter as float32
-    some, _ = stack.step([0, 2], torch.stack([batch[0], batch[2]]), u[[0, 2]])
-    assert torch.allclose(some, loss[[0, 2]])
-
-
-def many(stacked, sizes=(150, 140, 150), seeds=(0, 1, 2), make=ReleasedEGA, name="dataset", **change):
-    s, sets = [spawn_rngs(i) for i in seeds], [make_data(n, seed=7) for n in sizes]
-    adapters = [make(20, hidden=16, gen=torch_generator(i.init)) for i in s]
-    args = (
-        dict(
-            settings=SETTINGS,
-            rngs=s,
-            config=TrainConfig(epochs=4, batch_size=32, lr=1e-3),
-            device="cpu",
-            stacked=stacked,
-        )
-        | change
-    )
-    return adapters, train_many(adapters, STACKED[name], *map(list, zip(*sets)), **args), sets
-
-
-@pytest.mark.parametrize("name", ["batch", "dataset", "supcon"])
-def test_stacked_runs_equal_single_runs(name):
-    "Also when the last batches differ in length (150 and 140 rows in batches of 32); another seed gives other rows."
-    (a, ha, sets), (b, hb, _), (c, _, _) = (
-        many(False, name=name),
-        many(True, name=name),
-        many(True, seeds=(0, 1, 3), name=name),
-    )
-    z = [[transform(f, x) for f, (x, _) in zip(group, sets)] for group in (a, b, c)]
-    for i in range(3):
-        assert np.abs(z[0][i] - z[1][i]).max() < 1e-5 < 1e-3 < np.abs(z[0][i] - sets[i][0]).max()
-        assert np.allclose(ha[i].loss, hb[i].loss, atol=1e-5) and len(hb[i].rho) == 4 * 5
-    assert np.abs(z[1][2] - z[2][2]).max() > 1e-3 and not b[0].training
-
-
-def test_objectives_with_own_parameters_cannot_be_stacked():
+@pytest.mark.parametrize(
+    "loss",
+    [lambda z, y: z, lambda z, y: z.sum().item(), lambda z, y: z.sum() * 1j, lambda z, y: z.detach().sum()],
+    ids=["matrix", "number", "complex", "no gradient"],
+)
+def test_a_loss_that_cannot_train_is_refused(loss):
     x, y = make_data()
-    s = [spawn_rngs(i) for i in range(2)]
-
-    def proxies(index):
-        return proxy_objective(cosface, index, torch.tensor(x))
-
-    with pytest.raises(InputError, match="stacked=False"):
-        train_many(
-            [LinearAdapter(x.shape[1]) for _ in s],
-            proxies,
-            [x] * 2,
-            [y] * 2,
-            settings={},
-            rngs=s,
-            stacked=True,
-            device="cpu",
-        )
+    index = index_rows_by_class(torch.tensor(y))
+    for objective in (
+        pairwise_objective(loss),
+        proxy_objective(lambda z, y, proxies: loss(z, y), index, torch.tensor(x)),
+    ):
+        with pytest.raises(InputError):
+            fit(objective, x, y)
 
 
-def test_runs_that_cannot_share_their_steps_are_refused():
-    cases = {
-        "steps per epoch": dict(sizes=(150, 100, 150)),
-        "one entry per run": dict(settings={"margin": [0.1, 0.2], "lam": [0.0, 0.0, 0.0]}),
-    }
-    for words, change in cases.items():
-        with pytest.raises(InputError, match=words):
-            many(True, **change)
-    s, (x, y) = [spawn_rngs(0), spawn_rngs(1)], make_data()
-    mixed = [ReleasedEGA(20, hidden=h, gen=torch_generator(i.init)) for h, i in zip((16, 8), s)]
-    with pytest.raises(InputError, match="one architecture"):
-        train_many(
-            mixed,
-            lambda index: pairwise_objective(supcon),
-            [x, x],
-            [y, y],
-            settings={},
-            rngs=s,
-            device="cpu",
-            stacked=True,
-        )
+@pytest.mark.parametrize("first_bad_step", [1, 8])
+def test_a_loss_that_becomes_infinite_stops_the_training(first_bad_step):
+    x, y = make_data()
+    calls = []
+
+    def blows_up(z, y):
+        calls.append(z)
+        return z.sum() if len(calls) < first_bad_step else (z * float("inf")).sum()
+
+    with pytest.raises(FloatingPointError):
+        fit(pairwise_objective(blows_up), x, y)
 
 
-def test_numbers_of_an_objective_are_checked_when_it_is_made():
-    for make in (batch_triplet_objective, lambda v: with_displacement_penalty(batch_triplet_objective(0.2), v)):
-        for wrong in ("a", None, -1, float("nan")):
-            with pytest.raises(InputError, match="must be a finite number >= 0"):
-                make(wrong)
+def test_checkpoints_of_another_run_and_damaged_ones_are_refused(tmp_path):
+    x, y = make_data()
+    path = tmp_path / "run.safetensors"
+    objective = pairwise_objective(supcon)
+
+    def stop(epoch, epochs, adapter):
+        if epoch == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(objective, x, y, checkpoint=path, checkpoint_interval=0, on_epoch=stop)
+    whole = path.read_bytes()
+    for other in ((x, (y + 1) % 5), (np.roll(x, 1, 0), y)):
+        with pytest.raises(InputError, match="other rows"):
+            fit(objective, *other, checkpoint=path)
+    with pytest.raises(InputError):  # another adapter
+        fit(objective, x, y, make=LinearAdapter, checkpoint=path)
+    for bytes_ in (whole[:100], whole[:-1], b"", b"PK" + whole):
+        path.write_bytes(bytes_)
+        with pytest.raises(InputError, match="no readable checkpoint"):
+            fit(objective, x, y, checkpoint=path)
+    path.write_bytes(whole)
+    assert weights_hash(fit(objective, x, y, checkpoint=path)[0]) == weights_hash(fit(objective, x, y)[0])

@@ -5,15 +5,14 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from ega.data.arrays import InputError
 from ega.method.active_ratio import (
     active_ratio,
-    batch_triplets_from_numbers,
-    dataset_triplets_from_numbers,
+    draw_for_dataset_triplets,
     index_rows_by_class,
     random_batch_triplets,
     random_dataset_triplets,
-    random_numbers_for_dataset_triplets,
+    sample_batch_triplets,
+    sample_dataset_triplets,
     triplet_active_ratio,
 )
 from ega.method.losses import triplet
@@ -67,7 +66,7 @@ def test_batch_numbers_reach_every_allowed_row_equally_often():
     "Numbers on an even grid: each anchor gets each of its positives, and each of its negatives, equally often."
     y = torch.tensor([5, 2, 5, 0, 2, 5, 9])
     grid = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
-    drawn = [batch_triplets_from_numbers(y, u.expand(2, len(y))) for u in grid]
+    drawn = [sample_batch_triplets(y, u.expand(2, len(y))) for u in grid]
     for anchor in range(len(y)):
         positives = [j for j in range(len(y)) if j != anchor and y[j] == y[anchor]]
         negatives = [j for j in range(len(y)) if y[j] != y[anchor]]
@@ -82,22 +81,13 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
     "The positive is uniform over the class, the anchor included; a row alone in its class is then its own positive."
     y = torch.tensor([0] * 4 + [1] * 10 + [2])
     index, g, own = index_rows_by_class(y), gen(), torch.zeros(20_000, dtype=torch.long)
-    t, valid = dataset_triplets_from_numbers(
-        index, own, random_numbers_for_dataset_triplets(len(own), g), self_positive=True
-    )
+    t, valid = sample_dataset_triplets(index, own, draw_for_dataset_triplets(len(own), g), self_positive=True)
     share = torch.bincount(t.p, minlength=15).double()[:4] / len(own)
     assert valid.all() and (abs(share - 0.25) < 4 * (0.25 * 0.75 / len(own)) ** 0.5).all() and (y[t.n] != 0).all()
     lone = torch.tensor([14])
     for allowed in (False, True):
-        t, valid = dataset_triplets_from_numbers(
-            index, lone, random_numbers_for_dataset_triplets(1, g), self_positive=allowed
-        )
+        t, valid = sample_dataset_triplets(index, lone, draw_for_dataset_triplets(1, g), self_positive=allowed)
         assert bool(valid) == allowed and (not allowed or t.p == lone)
-
-
-def test_one_class_is_refused():
-    with pytest.raises(InputError, match="at least 2 classes"):
-        random_dataset_triplets(index_rows_by_class(torch.zeros(5).long()), torch.arange(5), gen=gen())
 
 
 def test_same_generator_same_triplets():
