@@ -267,9 +267,14 @@ class Monitor:
         DriftResult
             Whether to alert, the p-value, the medians of the signals, and a sentence.
         """
-        settings = dict(significance=self.significance, horizon=self.horizon, batch_number=1 + self.batches_checked)
         batch = self.adapter.unit_rows(batch, "batch")
-        result = drift_test(self.reference, query_signals(batch, self.adapter, self.gallery, k=self.k), **settings)
+        result = drift_test(
+            self.reference,
+            query_signals(batch, self.adapter, self.gallery, k=self.k),
+            significance=self.significance,
+            horizon=self.horizon,
+            batch_number=1 + self.batches_checked,
+        )
         self.batches_checked += 1
         return result
 
