@@ -91,6 +91,22 @@ def _smallest_batch(
         b += 1
     return b
 
+
+def _check_power(n, significance, horizon):
+    "Raise `InputError` unless a batch as large as the reference of n queries can raise an alert."
+    if not 0 < significance < 1 or horizon < 1 or horizon / significance > 2e6:
+        raise InputError(
+            "significance must lie in (0, 1), and horizon in 1..2,000,000 * significance, "
+            f"got {significance} and {horizon}"
+        )
+    n_subsets = horizon / significance
+    if _smallest_batch(n, n_subsets) > n:
+        smallest = next(m for m in range(n, 100) if _smallest_batch(m, n_subsets) <= m)
+        raise InputError(
+            f"a reference of {n} queries is too small for an alert; give at least {smallest} reference queries "
+            "(twice as many without a gallery), a shorter horizon, or a larger significance"
+        )
+
 # %% ../../nbs/deploy/08_monitor.ipynb #judged
 class DriftResult(NamedTuple):
     "Result of the drift test of one batch."
@@ -141,6 +157,23 @@ _MONITOR_FILES = re.compile(  # finished files, and temporary ones of a save tha
 _SETTINGS = {"k": int, "significance": float, "horizon": int, "batches_checked": int}  # of monitor.json
 
 
+def _write_monitor(monitor, folder):
+    "Write a monitor; a folder that has `monitor.json` is complete."
+    make_folder(folder)
+    if others := [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)]:
+        raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}")
+    about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
+    about |= {"columns": monitor.adapter.columns} | {name: getattr(monitor, name) for name in _SETTINGS}
+    written = save_transform(monitor.adapter, folder)
+    for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
+        old.unlink()  # of the monitor that is replaced
+    with atomic_write(folder / "monitor.npz") as temporary, open(temporary, "wb") as f:
+        np.savez(f, gallery=monitor.gallery, reference=np.stack(list(monitor.reference.values()), 1))
+    with atomic_write(folder / "monitor.json") as temporary:  # last: a folder that has it is complete
+        temporary.write_text(json.dumps(about, indent=1))
+    return folder
+
+
 def _read_monitor(folder, adapter):
     "Arguments and settings of a monitor that `Monitor.save` wrote."
     path = folder / "monitor.json"
@@ -158,13 +191,13 @@ def _read_monitor(folder, adapter):
         raise InputError(f"{path} and monitor.npz do not hold what Monitor.save writes; save it again")
     return (m, gallery, dict(zip(names, reference.T))), settings
 
-# %% ../../nbs/deploy/08_monitor.ipynb #monitor-2
+
 def _refuse_rows(reference, hashes, where):
     "Raise `InputError` if reference queries are rows with one of the hashes."
     if n := int(np.isin(hash_rows(reference), hashes).sum()):
         raise InputError(f"{n} of {len(reference)} reference queries are rows {where}; leave them out (hash_rows)")
 
-
+# %% ../../nbs/deploy/08_monitor.ipynb #monitor-2
 class Monitor:
     """Test for drift of the queries behind an adapter, without labels; made by `Monitor.fit`.
 
@@ -197,18 +230,7 @@ class Monitor:
         horizon: int = 100,  # batches
         batches_checked: int = 0,  # so far
     ):
-        if not 0 < significance < 1 or horizon < 1 or horizon / significance > 2e6:
-            raise InputError(
-                "significance must lie in (0, 1), and horizon in 1..2,000,000 * significance, "
-                f"got {significance} and {horizon}"
-            )
-        n, n_subsets = len(reference["nearest_distance"]), horizon / significance
-        if _smallest_batch(n, n_subsets) > n:
-            smallest = next(m for m in range(n, 100) if _smallest_batch(m, n_subsets) <= m)
-            raise InputError(
-                f"a reference of {n} queries is too small for an alert; give at least {smallest} reference queries "
-                "(twice as many without a gallery), a shorter horizon, or a larger significance"
-            )
+        _check_power(len(reference["nearest_distance"]), significance, horizon)
         self.adapter = as_transform(adapter)
         self.gallery = self.adapter.unit_rows(gallery, "gallery")
         self.reference, self.k = reference, int(k)
@@ -286,20 +308,7 @@ class Monitor:
         folder : path
             A new folder, or one that holds a monitor, which is replaced.
         """
-        folder = Path(folder)
-        make_folder(folder)
-        if others := [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)]:
-            raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}")
-        about = {"fingerprint": self.adapter.fingerprint, "signals": list(self.reference)}
-        about |= {"columns": self.adapter.columns} | {name: getattr(self, name) for name in _SETTINGS}
-        written = save_transform(self.adapter, folder)
-        for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
-            old.unlink()  # of the monitor that is replaced
-        with atomic_write(folder / "monitor.npz") as temporary, open(temporary, "wb") as f:
-            np.savez(f, gallery=self.gallery, reference=np.stack(list(self.reference.values()), 1))
-        with atomic_write(folder / "monitor.json") as temporary:  # last: a folder that has it is complete
-            temporary.write_text(json.dumps(about, indent=1))
-        return folder
+        return _write_monitor(self, Path(folder))
 
     @classmethod
     def load(cls, folder: Path | str, adapter: Any = None) -> "Monitor":
