@@ -7,7 +7,7 @@ __all__ = ['GainEstimate', 'estimate_gain']
 
 # %% ../nbs/adapt/04_gain.ipynb #9363309d
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any
 
@@ -20,8 +20,6 @@ from ega.data.arrays import (
     as_unit_rows,
     check_index,
     check_matrix,
-    check_number,
-    check_positive_int,
     check_rows_per_class,
     encode_labels,
     linear,
@@ -32,14 +30,7 @@ from .data.threads import limit_threads
 from .measure.evaluation import label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
 from .method.closed_form import ClassStatistics, DiscriminantWhitening
-from ega.selection import (
-    MIN_CLASSES,
-    ClassFold,
-    compared_rows,
-    leave_classes_out,
-    pick_candidate,
-    score_candidates,
-)
+from .selection import MIN_CLASSES, compared_rows, leave_classes_out, pick_candidate, score_candidates
 
 # %% ../nbs/adapt/04_gain.ipynb #7a9b108f
 _FOLDS = 4  # parts of the classes, each held out once
@@ -129,20 +120,13 @@ def _draw_smaller_parts(y, fit, rng):
     return parts
 
 
-def _interval(draws, mean):
-    "{mean, low, high} of bootstrap means."
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return {"": float(mean), "_low": float(low), "_high": float(high)}
-
-
 def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs):
     "Change of LP@1 by less data against all of it, in points, a row for each part."
     found, sizes = {}, {}
     for fold, before, full in zip(folds, frozen, changes):
         for name, rows in _draw_smaller_parts(y, fold.fit, rngs.split).items():
             part = full if name == "all" else _fold_changes(x, y, fold, rows, before, (strength,))
-            pair = [100 * (a - b) for a, b in zip(part[strength], full[strength])]
-            found.setdefault(name, []).append(pair)
+            found.setdefault(name, []).append([100 * (a - b) for a, b in zip(part[strength], full[strength])])
             sizes.setdefault(name, []).append([len(group) for group in rows_by_class(y[rows])])
     classes, table = [y[rows] for rows in _queries(folds)], []
     for name, pairs in found.items():
@@ -150,15 +134,17 @@ def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs)
             continue
         values = [np.concatenate(part) for part in zip(*pairs)]
         draws = [cluster_bootstrap_means(v, c, rngs.eval, n_boot=1000) for v, c in zip(values, classes)]
-        means, share = [v.mean() for v in values], unseen_share
         line = {"part": name, "rows_per_class": float(np.median(sum(sizes[name], [])))}
         line["n_classes"] = round(np.mean([len(part) for part in sizes[name]]))
-        numbers = {"unseen": _interval(draws[1], means[1])}
+        (seen, unseen), (seen_mean, unseen_mean), share = draws, [v.mean() for v in values], unseen_share
+        numbers = {"unseen": (unseen, unseen_mean)}
         if name != "1/2 of the classes":  # of which the other half was not fitted on
-            numbers["seen"] = _interval(draws[0], means[0])
-            both = (1 - share) * draws[0] + share * draws[1]
-            numbers["gain"] = _interval(both, (1 - share) * means[0] + share * means[1])
-        table.append(line | {f"{k}{end}": v for k, n in numbers.items() for end, v in n.items()})
+            numbers["seen"] = seen, seen_mean
+            numbers["gain"] = (1 - share) * seen + share * unseen, (1 - share) * seen_mean + share * unseen_mean
+        for key, (replicates, mean) in numbers.items():
+            low, high = np.quantile(replicates, [0.025, 0.975])
+            line |= {key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)}
+        table.append(line)
     return pd.DataFrame(table)
 
 # %% ../nbs/adapt/04_gain.ipynb #b9d271ff
@@ -180,11 +166,16 @@ class GainEstimate:
     reason: str  # why it passes or fails, or why nothing was estimated
 
     def __str__(self):
-        return _format_estimate(self)
+        blocks = [_describe_frozen(self), "\n".join(fill(sentence, 80) for sentence in _gain_sentences(self))]
+        if len(self.smaller) > 1:
+            blocks.append(_describe_smaller(self.smaller))
+        if sentences := "\n".join(fill(sentence, 80) for sentence in _data_sentences(self)):
+            blocks.append(sentences)
+        return "\n\n".join(blocks)
 
     def to_dict(self) -> dict:
         "A dictionary that JSON can hold; nan becomes None."
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = asdict(self)
         for name, value in values.items():
             if isinstance(value, pd.DataFrame):
                 lines = value.to_dict("records")
@@ -243,9 +234,9 @@ def _advice(line, unit, n_small, n_full, name):
 # %% ../nbs/adapt/04_gain.ipynb #ce7dec37
 def _data_sentences(estimate):
     "Sentences about more rows and more classes."
-    parts = estimate.smaller.set_index("part") if len(estimate.smaller) else estimate.smaller
-    if not len(parts):
+    if not len(estimate.smaller):
         return
+    parts = estimate.smaller.set_index("part")
     full = parts.loc["all"]
     if "1/2 of the rows" in parts.index:
         line = parts.loc["1/2 of the rows"]
@@ -257,50 +248,46 @@ def _data_sentences(estimate):
         yield _advice(line, "classes", line.n_classes, full.n_classes, "unseen")
 
 
-def _format_estimate(estimate):
-    "Format a GainEstimate as a page of 80 columns."
-    e, blocks = estimate, []
+def _describe_frozen(e):
+    "The rows that took part, and tables of the frozen embeddings and of the candidates, in 80 columns."
     some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
-    sizes = f"{e.n_classes:,} classes of {e.rows_per_class:g} rows (median)"
-    blocks.append(f"{e.n_labelled:,} labelled rows; {some}{sizes}.")
+    page = f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median).\n\n"
     lp = [_format_points(*values, sign="") for values in zip(e.frozen.lp_at_1, e.frozen.low, e.frozen.high)]
     columns = {"queries of": e.frozen.classes + " classes", "gallery": e.frozen.gallery, "LP@1": lp}
     title = "LP@1 (share of queries whose nearest neighbour carries their label) of the frozen embeddings, in points "
-    blocks.append(f"{fill(title + 'with 95 % intervals:', 80)}\n{pd.DataFrame(columns).to_string(index=False)}")
-    if len(e.candidates):
-        text = f"A quarter of the classes was held out in turn; {e.capture_rate:.1f} % of their queries were captured: "
-        blocks[-1] += "\n" + fill(f"{text}the nearest neighbour was of a class that was not held out.", 80)
-        table = e.candidates[e.candidates.method != "frozen"]
-        columns = {"strength": table.strength.map("{:g}".format), "seen classes": _columns(table, "seen")}
-        columns |= {"held-out classes": _columns(table, "unseen"), "gain": table.gain.map("{:+.1f}".format)}
-        columns |= {"safety check": table.safety_check}
-        title = "Change of LP@1 by a closed form, discriminant whitening, without training:"
-        blocks.append(f"{title}\n{pd.DataFrame(columns).to_string(index=False)}")
-    blocks.append("\n".join(fill(sentence, 80) for sentence in _gain_sentences(e)))
-    if len(e.smaller) > 1:
-        table = e.smaller[e.smaller.part != "all"]
-        columns = {"fitted on": table.part, "rows each": table.rows_per_class.map("{:g}".format)}
-        columns |= {"classes": table.n_classes, "seen classes": _columns(table, "seen")}
-        columns |= {"held-out classes": _columns(table, "unseen")}
-        full = e.smaller.iloc[0]
-        size = f"{full.rows_per_class:g} rows of each of {full.n_classes} classes"
-        text = f"The closed form was fitted on {size}; the others were searched."
-        title = fill(f"{text} With less, LP@1 changes by:", 80)
-        blocks.append(f"{title}\n{pd.DataFrame(columns).to_string(index=False)}")
-    if sentences := "\n".join(fill(sentence, 80) for sentence in _data_sentences(e)):
-        blocks.append(sentences)
-    return "\n\n".join(blocks)
+    page += f"{fill(title + 'with 95 % intervals:', 80)}\n{pd.DataFrame(columns).to_string(index=False)}"
+    if not len(e.candidates):
+        return page
+    text = f"A quarter of the classes was held out in turn; {e.capture_rate:.1f} % of their queries were captured: "
+    page += "\n" + fill(f"{text}the nearest neighbour was of a class that was not held out.", 80)
+    table = e.candidates[e.candidates.method != "frozen"]
+    columns = {"strength": table.strength.map("{:g}".format), "seen classes": _columns(table, "seen")}
+    columns |= {"held-out classes": _columns(table, "unseen"), "gain": table.gain.map("{:+.1f}".format)}
+    columns |= {"safety check": table.safety_check}
+    title = "Change of LP@1 by a closed form, discriminant whitening, without training:"
+    return f"{page}\n\n{title}\n{pd.DataFrame(columns).to_string(index=False)}"
+
+
+def _describe_smaller(smaller):
+    "A table of what less data changes, in 80 columns."
+    full, table = smaller.iloc[0], smaller[smaller.part != "all"]
+    columns = {"fitted on": table.part, "rows each": table.rows_per_class.map("{:g}".format)}
+    columns |= {"classes": table.n_classes, "seen classes": _columns(table, "seen")}
+    columns |= {"held-out classes": _columns(table, "unseen")}
+    size = f"{full.rows_per_class:g} rows of each of {full.n_classes} classes"
+    text = f"The closed form was fitted on {size}; the others were searched. With less, LP@1 changes by:"
+    return f"{fill(text, 80)}\n{pd.DataFrame(columns).to_string(index=False)}"
 
 # %% ../nbs/adapt/04_gain.ipynb #60388a53
 def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
     "The GainEstimate of unit rows x (n, d) with labels y (n,)."
     rngs = spawn_rngs(random_state)
     sizes = [len(rows) for rows in rows_by_class(y)]
-    folds: list[ClassFold] = []
+    folds: list = []
     if len(sizes) >= MIN_CLASSES:
         folds = leave_classes_out(y, rngs.split, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
-    reason = _missing(y, folds)
-    folds = [] if reason else folds
+    if reason := _missing(y, folds):
+        folds = []
     frozen = [_search_fold(x, y, fold) for fold in folds]
     table, copies = _frozen_table(x, y, folds, frozen, rngs.eval)
     counts = {"n_labelled": n_labelled, "n_rows": len(y), "n_classes": len(sizes)}
@@ -369,16 +356,6 @@ def estimate_gain(
         Tables and numbers; `print` shows them in sentences. With fewer than 10 classes of two rows only the frozen
         embeddings are described.
 
-    Raises
-    ------
-    InputError
-        If X or y is not as described, or no class has two labelled rows.
-
-    See Also
-    --------
-    ega.EmbeddingAdapter : Also trains, and selects among its candidates by the same check.
-    ega.selection.select_adapter : The comparison of any methods.
-
     Notes
     -----
     At most 10,000 labelled rows take part, drawn within each class. Training is not estimated. The intervals are of a
@@ -396,18 +373,18 @@ def estimate_gain(
     >>> estimate.passes, bool(estimate.candidates.unseen.max() > 10)
     (True, True)
     """
-    check_number(max_unseen_loss, "max_unseen_loss (points of LP@1)", minimum=0)
-    check_number(unseen_share, "unseen_share (the share of queries expected from unseen classes)", minimum=0, maximum=1)
-    check_positive_int(random_state, "random_state", minimum=0)
+    if not (max_unseen_loss >= 0 and 0 <= unseen_share <= 1):
+        raise InputError(
+            "expected max_unseen_loss >= 0 in points and unseen_share in [0, 1], "
+            f"got {max_unseen_loss} and {unseen_share}"
+        )
     check_index(X, y)
     a = check_matrix(X)
     labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
     check_rows_per_class(labels, classes)
-    if len(classes) < 2:
-        raise InputError("y must hold at least 2 classes, got 1; label rows of another class")
-    if not len(rows_with_classmate(labels, np.flatnonzero(labels >= 0))):
-        raise InputError("nothing can be estimated: no class has two labelled rows; label more rows")
     known = labels >= 0
+    if len(classes) < 2 or not len(rows_with_classmate(labels, np.flatnonzero(known))):
+        raise InputError(f"expected 2 classes or more, one with two labelled rows, got {len(classes)} classes")
     labels[known] = pd.factorize(labels[known])[0]  # so that no name or number of a class changes the result
     rows = compared_rows(labels, random_state=random_state)
     with limit_threads():

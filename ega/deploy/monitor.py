@@ -9,15 +9,14 @@ __all__ = ['DRIFT_SIGNALS', 'query_signals', 'permutation_test', 'DriftResult', 
 import json
 import re
 from functools import lru_cache
-from itertools import count
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..data.arrays import InputError, check_embeddings, check_number, check_positive_int, short_repr
-from ..data.files import atomic_write, check_path, make_folder, read_json, read_npz
+from ..data.arrays import InputError
+from ..data.files import atomic_write, make_folder, read_json, read_npz
 from .index import as_transform, load_transform, save_transform, with_columns
 from ..measure.evaluation import hash_rows
 from ..measure.metrics import displacement
@@ -34,17 +33,15 @@ DRIFT_SIGNALS = {  # name: description in messages
 def query_signals(
     x: np.ndarray,  # (n, d) raw queries; rows of any norm but 0, here and in the gallery
     adapter: Any,  # anything ega.deploy.index.as_transform accepts
-    gallery: np.ndarray,  # (m, d) raw embeddings of the gallery
+    gallery: np.ndarray,  # (m, d) raw embeddings of the gallery, m >= k
     *,
     k: int = 10,  # neighbours compared
 ) -> dict[str, np.ndarray]:  # name -> (n,) float64; without displacement where the adapter changes the dimension
     "Signals of queries that need no labels."
     m = as_transform(adapter)
     x, gallery = m.unit_rows(x), m.unit_rows(gallery, "gallery")
-    if len(gallery) < check_positive_int(k, "k"):
-        raise InputError(
-            f"the gallery must have at least k = {k} rows, got {len(gallery)}; add rows or choose a smaller k"
-        )
+    if not 1 <= k <= len(gallery):
+        raise InputError(f"the gallery must have at least k = {k} rows, got {len(gallery)}")
     z = m.transform(x)
     frozen, adapted = knn(x, gallery, k), knn(z, m.transform(gallery), k)
     signals = {"displacement": displacement(z, x)} if m.output_dim == m.input_dim else {}
@@ -74,9 +71,6 @@ def permutation_test(
     "Permutation test of equal distributions that is sensitive to a shift of any signal."
     from scipy.stats import rankdata
 
-    check_embeddings(batch, "batch", dim=check_embeddings(reference, "reference").shape[1])
-    check_positive_int(n_permutations, "n_permutations")
-    check_positive_int(seed, "seed", minimum=0)
     pooled = np.concatenate([np.asarray(batch, np.float64), np.asarray(reference, np.float64)])
     ranks = rankdata(pooled, axis=0) - (len(pooled) + 1) / 2
     ranks /= np.maximum(ranks.std(0), 1e-12)  # a constant signal has ranks 0
@@ -87,36 +81,31 @@ def permutation_test(
     return float((1 + n_as_large) / (1 + n_permutations)), shift
 
 # %% ../../nbs/deploy/08_monitor.ipynb #a4a6f1f5
-def _check_signals(signals, name):
-    "The number of queries of a dictionary of signals; `InputError` unless they are known, (n,), of one n and finite."
-    if not isinstance(signals, dict) or not signals:
-        raise InputError(f"{name} must be the signals of query_signals, got {short_repr(signals)}")
-    if unknown := [key for key in signals if key not in DRIFT_SIGNALS]:
-        raise InputError(f"{name} must have the signals {', '.join(DRIFT_SIGNALS)}, got {str(unknown[0])[:40]!r}")
-    values = [np.asarray(v) for v in signals.values()]
-    if {v.shape for v in values} != {(len(v),) for v in values if v.ndim} or len({v.shape for v in values}) > 1:
-        raise InputError(f"the signals of {name} must have one shape (n,), got {[v.shape for v in values]}")
-    if not len(values[0]) or not all(v.dtype.kind in "fiu" and np.isfinite(v).all() for v in values):
-        raise InputError(f"the signals of {name} must be finite numbers, at least one; make them with query_signals")
-    return len(values[0])
-
-
 def _smallest_batch(
     n: int,  # reference queries
     n_subsets: float,  # needed: horizon / significance
 ) -> int:
     "The smallest batch that can raise an alert: of b queries with at least `n_subsets` subsets of b of n + b."
-    check_positive_int(n, "n")
-    b, subsets = 1, n + 1
-    while subsets < n_subsets * (1 - 1e-9):  # rounding of horizon / significance
+    b = 1
+    while comb(n + b, b) < n_subsets * (1 - 1e-9):  # rounding of horizon / significance
         b += 1
-        subsets = subsets * (n + b) // b
     return b
 
 
-def _smallest_reference(n_subsets):
-    "The smallest reference with which a batch as large as the reference can raise an alert."
-    return next(n for n in count(1) if _smallest_batch(n, n_subsets) <= n)
+def _check_power(n, significance, horizon):
+    "Raise `InputError` unless a batch as large as the reference of n queries can raise an alert."
+    if not 0 < significance < 1 or horizon < 1 or horizon / significance > 2e6:
+        raise InputError(
+            "significance must lie in (0, 1), and horizon in 1..2,000,000 * significance, "
+            f"got {significance} and {horizon}"
+        )
+    n_subsets = horizon / significance
+    if _smallest_batch(n, n_subsets) > n:
+        smallest = next(m for m in range(n, 100) if _smallest_batch(m, n_subsets) <= m)
+        raise InputError(
+            f"a reference of {n} queries is too small for an alert; give at least {smallest} reference queries "
+            "(twice as many without a gallery), a shorter horizon, or a larger significance"
+        )
 
 # %% ../../nbs/deploy/08_monitor.ipynb #judged
 class DriftResult(NamedTuple):
@@ -139,222 +128,77 @@ def drift_test(
     batch_number: int = 1,  # since the monitor was made
 ) -> DriftResult:
     "Test the signals of one batch against those of the reference, at level significance / horizon."
-    check_number(significance, "significance", above=0, below=1)
-    check_positive_int(horizon, "horizon")
-    n, b = _check_signals(reference, "reference"), _check_signals(signals, "signals")
-    if list(signals) != list(reference):
-        raise InputError(f"signals must be {', '.join(reference)}, as in reference, got {', '.join(signals)}")
+    matrices = [np.stack([s[name] for name in reference], 1) for s in (reference, signals)]
+    n, b = map(len, matrices)
     if b < (smallest := _smallest_batch(n, horizon / significance)):
         raise InputError(
-            f"a batch of {b} cannot raise an alert: with {n} reference queries it has {comb(n + b, b):,} subsets, and "
-            f"horizon / significance = {horizon / significance:,.0f} are needed; give at least {smallest} queries in "
+            f"a batch of {b} cannot raise an alert with {n} reference queries; give at least {smallest} queries in "
             "a batch, more reference queries, or a shorter horizon"
         )
     threshold, n_permutations = significance / horizon, int(np.ceil(5 * horizon / significance)) - 1
-    matrices = [np.stack(list(s.values()), 1) for s in (reference, signals)]
     p, shift = permutation_test(*matrices, n_permutations=n_permutations)
     medians = {name: (float(np.median(reference[name])), float(np.median(signals[name]))) for name in signals}
-    largest = list(signals)[int(np.abs(shift).argmax())]
+    largest = list(reference)[int(np.abs(shift).argmax())]
     alert, (before, now) = p <= threshold, medians[largest]
     of_horizon = f"of {horizon}"
     if batch_number > horizon:
         of_horizon = f"(beyond the horizon: {significance:g} bounds the false alarms of any {horizon} batches)"
     sentence = (
-        f"{'alert' if alert else 'no alert'}: batch {batch_number} {of_horizon}, {len(signals[largest])} queries; "
+        f"{'alert' if alert else 'no alert'}: batch {batch_number} {of_horizon}, {b} queries; "
         f"largest shift in {DRIFT_SIGNALS[largest]}, median {now:.3f}, reference {before:.3f}; "
         f"p = {p:.2g}, alert if p <= {threshold:.2g}"
     )
     return DriftResult(alert, p, threshold, batch_number, medians, sentence)
 
-# %% ../../nbs/deploy/08_monitor.ipynb #monitor-files
-def _check_batch(monitor, batch):
-    "Test a batch of queries and count it."
-    batch = monitor.adapter.unit_rows(batch, "batch")
-    result = drift_test(
-        monitor.reference,
-        query_signals(batch, monitor.adapter, monitor.gallery, k=monitor.k),
-        significance=monitor.significance,
-        horizon=monitor.horizon,
-        batch_number=1 + monitor.batches_checked,
-    )
-    monitor.batches_checked += 1
-    return result
-
 # %% ../../nbs/deploy/08_monitor.ipynb #36ec84ed
 _MONITOR_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
     r"monitor\.(npz|json)|(matrix|adapter)\.safetensors|\.(monitor|matrix|adapter)\..*\.tmp"
 )
-
-
-def _check_no_other_files(folder):
-    "Raise `InputError` if a folder holds files that `Monitor.save` does not write, such as those of an adapter."
-    others = [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)] if folder.is_dir() else []
-    if others:
-        raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}; name a new folder")
+_SETTINGS = {"k": int, "significance": float, "horizon": int, "batches_checked": int}  # of monitor.json
 
 
 def _write_monitor(monitor, folder):
-    "Write a monitor; `monitor.json` is written last, so a folder that has it is complete."
-    folder = check_path(folder, "folder")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file, expected a folder; name a new one")
-    _check_no_other_files(folder)
+    "Write a monitor; a folder that has `monitor.json` is complete."
     make_folder(folder)
-    about = {
-        "fingerprint": monitor.adapter.fingerprint,
-        "signals": list(monitor.reference),
-        "columns": monitor.adapter.columns,
-    }
-    about |= {name: getattr(monitor, name) for name in ("k", "significance", "horizon", "batches_checked")}
+    if others := [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)]:
+        raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}")
+    about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
+    about |= {"columns": monitor.adapter.columns} | {name: getattr(monitor, name) for name in _SETTINGS}
     written = save_transform(monitor.adapter, folder)
     for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
         old.unlink()  # of the monitor that is replaced
     with atomic_write(folder / "monitor.npz") as temporary, open(temporary, "wb") as f:
         np.savez(f, gallery=monitor.gallery, reference=np.stack(list(monitor.reference.values()), 1))
-    with atomic_write(folder / "monitor.json") as temporary:
+    with atomic_write(folder / "monitor.json") as temporary:  # last: a folder that has it is complete
         temporary.write_text(json.dumps(about, indent=1))
     return folder
 
 
-def _read_about(path):
-    "Read and check `monitor.json`."
-    types = {"fingerprint": (str,), "signals": (list,), "k": (int,), "significance": (float,), "horizon": (int,)}
-    types |= {"batches_checked": (int,), "columns": (list, type(None))}
-    about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
-    wrong = [key for key in types | about if key not in types or type(about.get(key)) not in types[key]]
-    if not wrong:
-        wrong = [name for name in about["signals"] if not isinstance(name, str) or name not in DRIFT_SIGNALS]
-    if wrong:
-        raise InputError(
-            f"{path}: {str(wrong[0])[:40]!r} is not what Monitor.save writes; expected {', '.join(types)}: "
-            "save it again"
-        )
-    return about
-
-
 def _read_monitor(folder, adapter):
-    "Arguments of the constructor of a monitor that `_write_monitor` wrote."
-    folder = check_path(folder, "folder")
-    about = _read_about(folder / "monitor.json")
+    "Arguments and settings of a monitor that `Monitor.save` wrote."
+    path = folder / "monitor.json"
+    about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
     arrays = read_npz(folder / "monitor.npz", ("gallery", "reference"), "what Monitor.save writes")
-    fingerprint, names = about.pop("fingerprint"), about.pop("signals")
-    m = with_columns(load_transform(folder, fingerprint, adapter), about.pop("columns", None), folder / "monitor.json")
-    gallery = check_embeddings(arrays["gallery"], "gallery", dim=m.input_dim)
-    check_embeddings(arrays["reference"], "reference", dim=len(names))
-    expected = set(DRIFT_SIGNALS) - ({"displacement"} if m.output_dim != m.input_dim else set())
-    if set(names) != expected or not 1 <= about["k"] <= len(gallery):
-        raise InputError(
-            f"{folder}: signals {names} of {about['k']} neighbours do not fit the adapter and a gallery of "
-            f"{len(gallery)} rows; save it again"
-        )
-    return (m, gallery, dict(zip(names, arrays["reference"].T))), about
+    names, settings = about.get("signals"), {name: about.get(name) for name in _SETTINGS}
+    m = with_columns(load_transform(folder, str(about.get("fingerprint")), adapter), about.get("columns"), path)
+    expected = [name for name in DRIFT_SIGNALS if name != "displacement" or m.output_dim == m.input_dim]
+    gallery, reference = arrays["gallery"], arrays["reference"]
+    is_whole = [type(value) for value in settings.values()] == list(_SETTINGS.values()) and names == expected
+    is_whole = is_whole and all(
+        a.dtype.kind == "f" and a.ndim == 2 and len(a) and np.isfinite(a).all() for a in (gallery, reference)
+    )
+    if not is_whole or reference.shape[1] != len(names) or not 1 <= settings["k"] <= len(gallery):
+        raise InputError(f"{path} and monitor.npz do not hold what Monitor.save writes; save it again")
+    return (m, gallery, dict(zip(names, reference.T))), settings
 
-# %% ../../nbs/deploy/08_monitor.ipynb #monitor-state
-class _MonitorState:
-    "Fields of a `Monitor`, saving and loading."
 
-    def __init__(
-        self,
-        adapter: Any,  # anything ega.deploy.index.as_transform accepts
-        gallery: np.ndarray,  # (m, d) raw embeddings
-        reference: dict[str, np.ndarray],  # from query_signals, of the reference queries
-        *,
-        k: int = 10,  # neighbours compared
-        significance: float = 0.05,  # bound on the probability of any false alarm within the horizon
-        horizon: int = 100,  # batches
-        batches_checked: int = 0,  # so far
-    ):
-        check_positive_int(k, "k")
-        check_number(significance, "significance", above=0, below=1)
-        check_positive_int(horizon, "horizon")
-        check_positive_int(batches_checked, "batches_checked", minimum=0)
-        n = _check_signals(reference, "reference")
-        if 5 * horizon / significance > 10**7:
-            raise InputError(
-                f"horizon/significance must be at most {10**7 // 5:,}, got {horizon / significance:.3g}: "
-                "the test would need too many random subsets; choose a shorter horizon"
-            )
-        if _smallest_batch(n, horizon / significance) > n:
-            raise InputError(
-                f"a reference of {n} queries is too small: a batch as large has {comb(2 * n, n):,} subsets, and "
-                f"horizon / significance = {horizon / significance:,.0f} are needed for an alert; give at least "
-                f"{_smallest_reference(horizon / significance)} reference queries (twice as many without a gallery), "
-                "a shorter horizon, or a larger significance"
-            )
-        self.adapter = as_transform(adapter)
-        self.adapter.check_columns(gallery)
-        self.gallery = check_embeddings(gallery, "gallery")
-        self.reference, self.k, self.significance, self.horizon = reference, k, significance, horizon
-        self.batches_checked = batches_checked
-
-    def save(self, folder: Path | str) -> Path:
-        """Write the monitor into a folder: `monitor.npz`, `monitor.json` and the adapter. Nothing is pickled.
-
-        Parameters
-        ----------
-        folder : path
-            A new folder, or one that holds a monitor, which is replaced.
-
-        Raises
-        ------
-        InputError
-            If the folder contains other files.
-        """
-        return _write_monitor(self, folder)
-
-    @classmethod
-    def load(cls, folder: Path | str, adapter: Any = None) -> Any:
-        """Read a monitor that `save` wrote.
-
-        Parameters
-        ----------
-        folder : path
-            Where `save` wrote.
-        adapter : adapter, optional
-            Needed where the folder holds only the fingerprint of the adapter; the fingerprint must agree.
-
-        Raises
-        ------
-        InputError
-            If a file is missing or damaged, or the adapter is not the one of the monitor.
-        """
-        fields, settings = _read_monitor(folder, adapter)
-        return cls(*fields, **settings)
+def _refuse_rows(reference, hashes, where):
+    "Raise `InputError` if reference queries are rows with one of the hashes."
+    if n := int(np.isin(hash_rows(reference), hashes).sum()):
+        raise InputError(f"{n} of {len(reference)} reference queries are rows {where}; leave them out (hash_rows)")
 
 # %% ../../nbs/deploy/08_monitor.ipynb #monitor-2
-def _check_not_in_gallery(reference, gallery):
-    "Raise `InputError` if reference queries are rows of the gallery: each would be its own nearest neighbour."
-    if n := int(np.isin(hash_rows(reference), hash_rows(gallery)).sum()):
-        raise InputError(
-            f"{n} of {len(reference)} reference queries are rows of the gallery, where each would find itself; leave "
-            "them out: gallery[~np.isin(hash_rows(gallery), hash_rows(reference))], of ega.measure.evaluation"
-        )
-
-
-def _check_not_fitted_on(reference, hashes):
-    "Raise `InputError` if reference queries are rows of fit, by their hashes; the adapter does better on those."
-    if n := int(np.isin(hash_rows(reference), hashes).sum()):
-        raise InputError(
-            f"{n} of {len(reference)} reference queries are rows that the adapter was fitted on, which it serves "
-            "better than new ones; take other rows, such as reference[~np.isin(hash_rows(reference), "
-            "adapter.fit_row_hashes_)], of ega.measure.evaluation"
-        )
-
-
-def _halve(reference, k):
-    "The odd rows as the reference, and as its gallery the even rows that are not among them; at least k of these."
-    n, reference, gallery = len(reference), reference[1::2], reference[::2]
-    if len(reference):
-        gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))]
-    if not len(reference) or len(gallery) < check_positive_int(k, "k"):
-        raise InputError(
-            f"without a gallery, every other row of reference is one, and k = {k} distinct rows of it are needed; got "
-            f"{len(gallery)} of {n} rows: give at least {2 * k - 1} distinct rows, a gallery, or a smaller k"
-        )
-    return reference, gallery
-
-
-class Monitor(_MonitorState):
+class Monitor:
     """Test for drift of the queries behind an adapter, without labels; made by `Monitor.fit`.
 
     Notes
@@ -362,10 +206,6 @@ class Monitor(_MonitorState):
     A permutation test on the signals of `query_signals`, at level `significance / horizon` for each batch. If nothing
     changes, the probability of any alert in `horizon` batches is at most `significance`. An alert does not say that
     precision is lower. A check searches the gallery twice, O(b m d) for b queries and m gallery rows.
-
-    See Also
-    --------
-    drift_test : the test of given signals.
 
     Examples
     --------
@@ -379,6 +219,24 @@ class Monitor(_MonitorState):
     (False, True)
     """
 
+    def __init__(
+        self,
+        adapter: Any,  # anything ega.deploy.index.as_transform accepts
+        gallery: np.ndarray,  # (m, d) raw embeddings
+        reference: dict[str, np.ndarray],  # from query_signals, of the reference queries
+        *,
+        k: int = 10,  # neighbours compared
+        significance: float = 0.05,  # bound on the probability of any false alarm within the horizon
+        horizon: int = 100,  # batches
+        batches_checked: int = 0,  # so far
+    ):
+        _check_power(len(reference["nearest_distance"]), significance, horizon)
+        self.adapter = as_transform(adapter)
+        self.gallery = self.adapter.unit_rows(gallery, "gallery")
+        self.reference, self.k = reference, int(k)
+        self.significance, self.horizon = float(significance), int(horizon)
+        self.batches_checked = batches_checked
+
     @classmethod
     def fit(
         cls, reference: Any, adapter: Any, gallery: Any = None, *, k=10, significance=0.05, horizon=100
@@ -388,11 +246,8 @@ class Monitor(_MonitorState):
         Parameters
         ----------
         reference : (n, d) array
-            Raw queries like those to come; none of them in the gallery, and none used for fitting the adapter.
-            Equal rows in reference and gallery raise an `InputError`, and so do rows of `fit` where the adapter is
-            an `EmbeddingAdapter`; other adapters do not carry what they were fitted on. A reference that is too
-            small for any alert of a batch as large raises one, too. The columns of a DataFrame are checked as in
-            `EmbeddingAdapter.transform` if the adapter is an estimator, here, in the gallery and in `check`.
+            Raw queries like those to come; none of them in the gallery, and none used for fitting an
+            `EmbeddingAdapter`. The columns of a DataFrame are checked as in `EmbeddingAdapter.transform`.
         adapter : adapter
             Anything `ega.deploy.index.as_transform` accepts.
         gallery : (m, d) array, optional
@@ -406,15 +261,17 @@ class Monitor(_MonitorState):
             Number of batches for which the bound holds. It holds for any `horizon` batches in a row; over a
             longer time a false alarm becomes more probable.
         """
-        fitted_on, adapter = getattr(adapter, "fit_row_hashes_", None), as_transform(adapter)
+        fitted_on, adapter = getattr(adapter, "fit_row_hashes_", ()), as_transform(adapter)
         reference = adapter.unit_rows(reference, "reference")
-        if fitted_on is not None:
-            _check_not_fitted_on(reference, fitted_on)
+        _refuse_rows(reference, fitted_on, "that the adapter was fitted on")
         if gallery is None:
-            reference, gallery = _halve(reference, k)
+            reference, gallery = reference[1::2], reference[::2]
+            gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))] if len(reference) else reference
+            if len(gallery) < k:
+                raise InputError(f"give at least {2 * k - 1} distinct rows of reference, a gallery, or a smaller k")
         else:
             gallery = adapter.unit_rows(gallery, "gallery")
-            _check_not_in_gallery(reference, gallery)
+            _refuse_rows(reference, hash_rows(gallery), "of the gallery")
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)
 
@@ -432,4 +289,37 @@ class Monitor(_MonitorState):
         DriftResult
             Whether to alert, the p-value, the medians of the signals, and a sentence.
         """
-        return _check_batch(self, batch)
+        batch = self.adapter.unit_rows(batch, "batch")
+        result = drift_test(
+            self.reference,
+            query_signals(batch, self.adapter, self.gallery, k=self.k),
+            significance=self.significance,
+            horizon=self.horizon,
+            batch_number=1 + self.batches_checked,
+        )
+        self.batches_checked += 1
+        return result
+
+    def save(self, folder: Path | str) -> Path:
+        """Write the monitor into a folder: `monitor.npz`, `monitor.json` and the adapter. Nothing is pickled.
+
+        Parameters
+        ----------
+        folder : path
+            A new folder, or one that holds a monitor, which is replaced.
+        """
+        return _write_monitor(self, Path(folder))
+
+    @classmethod
+    def load(cls, folder: Path | str, adapter: Any = None) -> "Monitor":
+        """Read a monitor that `save` wrote.
+
+        Parameters
+        ----------
+        folder : path
+            Where `save` wrote.
+        adapter : adapter, optional
+            Needed where the folder holds only the fingerprint of the adapter; the fingerprint must agree.
+        """
+        fields, settings = _read_monitor(Path(folder), adapter)
+        return cls(*fields, **settings)

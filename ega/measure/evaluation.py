@@ -12,7 +12,6 @@ __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +21,11 @@ from ega.data.arrays import (
     InputError,
     as_unit_rows,
     check_and_normalize,
-    check_embeddings,
     check_feature_names,
     check_index,
     check_labels,
-    check_numbers,
-    check_positive_int,
     encode_labels,
     match_classes,
-    short_repr,
     spawn_rngs,
 )
 from .metrics import lp_at_k
@@ -42,15 +37,6 @@ from ..method.adapters import transform
 EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, for ties at the k-th distance
 
 
-def _row_numbers(rows, n, name):
-    "Row numbers as an array, or raise `InputError`."
-    a = np.asarray(rows)
-    if a.ndim != 1 or not len(a) or a.dtype.kind not in "iu" or a.min() < 0 or a.max() >= n:
-        advice = f"; use np.flatnonzero({name})" if a.dtype.kind == "b" else ""
-        raise InputError(f"{name} must be a list of row numbers in 0..{n - 1}, got {short_repr(rows)}{advice}")
-    return a
-
-
 def knn_among_rows(
     x: np.ndarray,  # (n, d) embeddings
     queries: np.ndarray,  # (nq,) row numbers of x
@@ -60,11 +46,7 @@ def knn_among_rows(
     device: str | None = None,  # None: CUDA when there is one
 ) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
     "Exact nearest neighbours of some rows among other rows; a row is never its own neighbour."
-    x = check_embeddings(x)
-    check_positive_int(k, "k")
-    queries, gallery = _row_numbers(queries, len(x), "queries"), _row_numbers(gallery, len(x), "gallery")
-    if len(np.unique(gallery)) < len(gallery):
-        raise InputError(f"gallery must hold each row number once, got {short_repr(gallery)}; use np.unique(gallery)")
+    queries, gallery = np.asarray(queries), np.asarray(gallery)
     if np.array_equal(queries, gallery):
         return loo_knn(x[gallery], k, device=device)
     if not np.isin(queries, gallery).any():
@@ -132,16 +114,10 @@ def change_against_frozen(
     confidence: float = 0.95,  # two-sided, of the interval
 ) -> LabelPrecisionChange:
     "Mean LP@1 of the frozen and the adapted embeddings and their paired difference with its interval, in points."
-    before, after = 100 * check_numbers(frozen, "frozen"), 100 * check_numbers(adapted, "adapted")
-    if len(before) != len(after):
-        raise InputError(f"frozen and adapted must be of the same queries, got {len(before)} and {len(after)}")
-    if min(before.min(), after.min()) < 0 or max(before.max(), after.max()) > 100:
-        raise InputError("frozen and adapted must hold LP@1 of each query in 0..1, got numbers outside")
-    rng = np.random.default_rng(check_positive_int(random_state, "random_state", minimum=0))
-    interval = bootstrap(after - before, classes, rng, confidence=confidence)
-    return LabelPrecisionChange(
-        len(before), len(np.unique(classes)), float(before.mean()), float(after.mean()), *interval
-    )
+    before, after = (100 * np.asarray(hits, dtype=np.float64) for hits in (frozen, adapted))
+    interval = bootstrap(after - before, classes, np.random.default_rng(random_state), confidence=confidence)
+    n_classes = len(np.unique(classes))
+    return LabelPrecisionChange(len(before), n_classes, float(before.mean()), float(after.mean()), *interval)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-hash-rows
 def hash_rows(
@@ -238,7 +214,6 @@ def evaluate_embeddings(
 ) -> pd.DataFrame:  # the columns of `evaluate`
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
     y, seen, trained_on = check_groups(x, z, y, seen, trained_on)
-    max_queries = check_positive_int(max_queries, "max_queries")
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
     return tabulate_changes(
@@ -254,14 +229,10 @@ def check_groups(
     trained_on: np.ndarray | None,  # (n,) bool, or None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # labels, seen and trained_on, each (n,); None becomes False
     "Check that embeddings, labels and groups have the same rows."
-    n, y = len(x), check_labels(y, len(x), min_classes=0)
-    seen = np.asarray(seen, bool)
-    trained_on = np.zeros(n, bool) if trained_on is None else np.asarray(trained_on, bool)
-    if len(z) != n or seen.shape != y.shape or trained_on.shape != y.shape:
-        raise InputError(
-            f"x, z, seen and trained_on must have the same rows, got {n} and {len(z)} rows and shapes {seen.shape} "
-            f"and {trained_on.shape}"
-        )
+    y, seen = check_labels(y, len(x), min_classes=0), np.asarray(seen, bool)
+    trained_on = np.zeros(len(x), bool) if trained_on is None else np.asarray(trained_on, bool)
+    if not len(z) == len(y) == len(seen) == len(trained_on):
+        raise InputError("x, z, seen and trained_on must have the same rows")
     return y, seen, trained_on
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-sentences-code
@@ -299,8 +270,6 @@ def summary_sentence(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> str:
     "Say how LP@1 changes in the mixed gallery, what the capture rate is, and whether to use the adapted embeddings."
-    if "capture_rate_frozen" not in getattr(table, "columns", ()) or not len(table):
-        raise InputError(f"table must be one of evaluate or evaluate_embeddings, got {short_repr(table)}")
     lines = table[table.gallery == table.gallery[0]]  # the mixed gallery, or the only one
     if len(lines) > 1:  # rows that were trained on are no evidence beside others
         lines = lines[lines.group != "trained on"]
@@ -315,44 +284,41 @@ def summary_sentence(
     return sentence + _advice(lines)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #84e479c1
+def _counts(table, are_counted, text):
+    "Fill in the numbers of each group of the table for which the condition holds, as a list in words."
+    return ", ".join(text.format(**line) for line in table[are_counted].drop_duplicates("group").to_dict("records"))
+
+
 def caveats(
     table: pd.DataFrame,  # from evaluate_embeddings
 ) -> list[str]:
     "Sentences that limit what the table says; they apply to this table only."
-    notes = []
-    if "trained on" in set(table.group):
+    notes, groups = [], set(table.group)
+    if "trained on" in groups:
         notes.append("Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.")
-    if "seen" in set(table.group):
+    if "seen" in groups:
         notes.append(
             "Seen: rows of classes the adapter was fitted on. Copies of fitted rows that were rounded after the fit, "
             "such as to float16, may be among them."
         )
-    if set(table.group) == {"unseen"}:
+    if groups == {"unseen"}:
         notes.append("No labelled row is of a class that the adapter was fitted on: compare the names of the classes.")
-    if "unseen" not in set(table.group):
+    if "unseen" not in groups:
         notes.append(
             "There is no query of an unseen class, so nothing is said about unseen classes. Leave classes out of the "
             "fit and evaluate with them."
         )
-    copied = table[table.n_copies > 0].drop_duplicates("group")
-    if len(copied):
-        counts = [f"{line.n_copies:,} of {line.n_queries:,} {line.group}" for line in copied.itertuples()]
+    if counts := _counts(table, table.n_copies > 0, "{n_copies:,} of {n_queries:,} {group}"):
         notes.append(
-            f"Repeated rows: the nearest neighbour of {', '.join(counts)} queries is an exact copy of the query, so "
+            f"Repeated rows: the nearest neighbour of {counts} queries is an exact copy of the query, so "
             "LP@1 says little about new rows. Keep one of the copies."
         )
-    for line in table[table.n_gallery_classes == 1].drop_duplicates("gallery").itertuples():
-        notes.append(
-            f"The {line.gallery} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings."
-        )
-    drawn = table[table.n_queries < table.n_rows].drop_duplicates("group")
-    if len(drawn):
-        counts = [f"{line.n_queries:,} of {line.n_rows:,} {line.group}" for line in drawn.itertuples()]
-        notes.append(f"Queries were drawn at random: {', '.join(counts)}. Galleries are complete.")
-    few = table[table.n_queries < 30].drop_duplicates("group")
-    if len(few):
-        counts = [f"{line.n_queries} {line.group}" for line in few.itertuples()]
-        notes.append(f"Fewer than 30 queries ({', '.join(counts)}): the interval says little, and may be too narrow.")
+    for gallery in table.gallery[table.n_gallery_classes == 1].unique():
+        notes.append(f"The {gallery} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings.")
+    if counts := _counts(table, table.n_queries < table.n_rows, "{n_queries:,} of {n_rows:,} {group}"):
+        notes.append(f"Queries were drawn at random: {counts}. Galleries are complete.")
+    if counts := _counts(table, table.n_queries < 30, "{n_queries} {group}"):
+        notes.append(f"Fewer than 30 queries ({counts}): the interval says little, and may be too narrow.")
     return notes
 
 
@@ -377,17 +343,11 @@ def format_evaluation(
 def check_fitted(
     estimator: Any,  # value to check
 ) -> None:
-    "Raise `InputError` for anything but an `EmbeddingAdapter`, and `NotFittedError` for one that is not fitted."
-    from sklearn.base import BaseEstimator
+    "Raise `InputError` for anything but an `EmbeddingAdapter` of classes, `NotFittedError` for one that is not fitted."
     from sklearn.utils.validation import check_is_fitted
 
-    if not isinstance(estimator, BaseEstimator) or "EmbeddingAdapter" not in [
-        c.__name__ for c in type(estimator).mro()
-    ]:
-        advice = "; pass the step that is one, such as pipeline[0]" if hasattr(estimator, "steps") else ""
-        if isinstance(estimator, (str, Path)):
-            advice = f"; of a saved one use EmbeddingAdapter.load({str(estimator)!r})"
-        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}{advice}")
+    if "EmbeddingAdapter" not in [c.__name__ for c in type(estimator).mro()]:
+        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}")
     if hasattr(estimator, "query_adapter_"):
         raise InputError("estimator was fitted with fit_pairs and has no classes; use ega.pairs.evaluate_pairs")
     check_is_fitted(estimator, "adapter_")
@@ -406,7 +366,7 @@ def evaluate(
     """Compare adapted with frozen embeddings by LP@1, on the classes the estimator was fitted on and on all others.
 
     LP@1 is the share of queries whose nearest neighbour carries their label. Every labelled row can be a query if
-    another row of its kind, seen or unseen, has the same label. `ega evaluate` and the report print these numbers.
+    another row of its kind, seen or unseen, has the same label.
 
     Parameters
     ----------
@@ -429,30 +389,18 @@ def evaluate(
     -------
     pandas.DataFrame
         A row for each `group` of queries and `gallery`. Groups: "unseen", rows of classes the estimator was not
-        fitted on; "seen", rows of classes it was fitted on; "trained on", rows it was fitted on, which show how
-        well it fits and not what it gains; such a row counts as a row of a seen class, whatever its label is
-        now. Galleries: "mixed", all labelled rows; "unseen" or "seen", the labelled rows of such classes.
-        `n_rows` can be queries, and `n_queries` of them were: all, where the numbers are equal. In points: LP@1
-        `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen queries
-        in the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries whose
-        nearest neighbour belongs to a seen class (else NaN). `n_copies` queries have an exact copy of
-        themselves as nearest neighbour in the frozen embeddings, and the gallery has rows of
-        `n_gallery_classes`.
-
-    Raises
-    ------
-    NotFittedError, InputError
-        If the estimator is not fitted; if `X` or `y` is malformed or no class has two labelled rows.
-
-    See Also
-    --------
-    evaluate_embeddings : The same for two matrices of embeddings, without an estimator.
+        fitted on; "seen", rows of classes it was fitted on; "trained on", rows it was fitted on, whatever their
+        labels are now, which show how well it fits and not what it gains. Galleries: "mixed", all labelled rows;
+        "unseen" or "seen", the labelled rows of such classes. `n_queries` of the `n_rows` that can be queries were.
+        In points: LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for
+        unseen queries in the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries
+        whose nearest neighbour belongs to a seen class. `n_copies` queries have an exact copy of themselves as
+        nearest neighbour in the frozen embeddings, and the gallery has rows of `n_gallery_classes`.
 
     Notes
     -----
-    Exact search of at most `max_queries` queries of each group among n rows, O(max_queries n d) operations; intervals
-    by `ega.measure.statistics.bootstrap`. Rows that were fitted on are recognised by their hashes (`hash_rows`); a
-    copy that was stored as float16 or int8 after the fit may not be recognised and then counts as "seen".
+    Intervals by `ega.measure.statistics.bootstrap`. Rows that were fitted on are recognised by their hashes
+    (`hash_rows`); a copy that was stored as float16 or int8 after the fit may not be recognised.
 
     Examples
     --------
@@ -471,15 +419,15 @@ def evaluate(
     trained on    seen         60    95.0
     """
     check_fitted(estimator)
-    check_positive_int(random_state, "random_state", minimum=0)
+    if not (0 < confidence < 1 and max_queries > 0):
+        raise InputError(f"expected 0 < confidence < 1 and max_queries > 0, got {confidence} and {max_queries}")
     check_feature_names(estimator, X, reset=False)
     check_index(X, y)
     x = check_and_normalize(X, estimator.n_features_in_)
     labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
-    z = transform(estimator.adapter_, x, device=estimator.device)
     return evaluate_embeddings(
         x,
-        z,
+        transform(estimator.adapter_, x, device=estimator.device),
         labels,
         seen,
         trained_on,

@@ -11,16 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ega.data.arrays import (
-    InputError,
-    check_embeddings,
-    check_generator,
-    check_labels,
-    check_number,
-    check_numbers,
-    check_positive_int,
-    check_unit_norm,
-)
+from ..data.arrays import InputError
 from .search import Neighbours, loo_knn
 
 # %% ../../nbs/measure/02_metrics.ipynb #lp-at-k
@@ -53,16 +44,6 @@ def lp_at_k(
     ndarray of float64 of shape (nq,)
         A value in [0, 1] for each query; the mean is LP@K.
 
-    Raises
-    ------
-    InputError
-        If `D` does not ascend, has fewer than `k` columns, a query is unlabelled or a gallery row has no label.
-
-    See Also
-    --------
-    loo_lp_at_k : Label precision of each row against all others.
-    ar_at_k : Quality of an index, independent of labels.
-
     Notes
     -----
     Neighbours tied at the K-th distance share the positions that are left, so that the value does not depend on the
@@ -76,14 +57,9 @@ def lp_at_k(
     >>> lp_at_k(([[0.1, 0.2, 0.2]], [[0, 1, 2]]), yb=[7, 7, 8], yq=[7], k=2).tolist()
     [0.75]
     """
-    D, I = _check_neighbours(neighbours, k)
-    check_number(tol, "tol", minimum=0)
-    yb = check_labels(yb, name="yb", min_classes=0)
-    yq = check_labels(yq, len(I), "yq", min_classes=0)
-    if (yq < 0).any():
-        raise InputError(f"queries must have labels, got {(yq < 0).sum()} unlabelled of {len(yq)}; drop them")
-    if max(I.max(), 0) >= len(yb):
-        raise InputError(f"yb must have a label for every gallery row, got {len(yb)} labels and row number {I.max()}")
+    D, I, yb, yq = map(np.asarray, (*neighbours, yb, yq))
+    if (yq < 0).any() or (D[:, 1:] < D[:, :-1]).any():
+        raise InputError("queries must be labelled, with distances that ascend; drop the others, pass L2 distances")
     hit = (yb[I] == yq[:, None]) & (I >= 0)  # (nq, m)
     last = D[:, [k - 1]].astype(np.float64)  # (nq, 1) the K-th distance
     closer = D < last - tol
@@ -94,35 +70,6 @@ def lp_at_k(
     return (closer_hits + tied_hits) / k
 
 # %% ../../nbs/measure/02_metrics.ipynb #checked
-def _check_neighbours(neighbours, k):
-    "D and I as arrays of one shape, with at least k columns and ascending distances."
-    if not isinstance(neighbours, tuple) or len(neighbours) != 2:
-        raise InputError(
-            f"neighbours must be a pair (D, I) as of ega.measure.search.knn, got {type(neighbours).__name__}"
-        )
-    try:
-        D, I = np.asarray(neighbours[0]), np.asarray(neighbours[1])
-    except ValueError as error:
-        raise InputError("D and I must have one shape (nq, m), got rows of different lengths") from error
-    if D.ndim != 2 or D.shape != I.shape:
-        raise InputError(f"D and I must have one shape (nq, m), got {D.shape} and {I.shape}")
-    if not len(D):
-        raise InputError("D and I must have a row for each query, got none")
-    if D.dtype.kind not in "fiu" or I.dtype.kind not in "iu" or I.min() < -1:
-        got = f"{D.dtype} and {I.dtype}" + (f" with {I.min()}" if I.dtype.kind in "iu" else "")
-        raise InputError(
-            f"D must hold distances and I row numbers of the gallery, -1 for padding, got {got}; pass (D, I) as of "
-            "ega.measure.search.knn, and numbers in the place of ids"
-        )
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= D.shape[1]:
-        raise InputError(f"k must lie in 1..{D.shape[1]}, the neighbours given, got {k}; search for more neighbours")
-    if np.isnan(D).any():
-        raise InputError(f"D must hold distances, got NaN in {np.isnan(D).any(1).sum()} of {len(D)} rows")
-    if not (D[:, 1:] >= D[:, :-1]).all():
-        raise InputError("D must ascend along each row, got unsorted distances or inner products; pass L2 distances")
-    return D, I
-
-
 def _replace_inf(D):
     "Distances in float64, inf replaced by the largest finite number, so that differences of padding are 0."
     return np.nan_to_num(D.astype(np.float64), posinf=np.finfo(np.float64).max)
@@ -153,17 +100,6 @@ def ar_at_k(
     ndarray of float64 of shape (nq,)
         A value in [0, 1] for each query; the mean is AR@K.
 
-    Raises
-    ------
-    InputError
-        If the two searches differ in the number of queries, distances do not ascend, fewer than `k` neighbours are
-        given, or `exact` is empty for a query.
-
-    See Also
-    --------
-    lp_at_k : Whether the neighbours carry the right label.
-    ega.measure.search.ivf_sweep : Neighbours from an inverted file.
-
     Notes
     -----
     Neighbours are compared by distance, so an index that returned another row at the same distance is not
@@ -177,14 +113,8 @@ def ar_at_k(
     >>> ar_at_k(([[0.1, 0.5]], [[3, 4]]), ([[0.1, 0.2]], [[3, 0]]), k=2).tolist()
     [0.5]
     """
-    D, I = _check_neighbours(approx, k)
-    exact_D, exact_I = _check_neighbours(exact, k)
-    if len(D) != len(exact_D):
-        raise InputError(f"approx and exact must be of the same queries, got {len(D)} and {len(exact_D)} queries")
-    check_number(tol, "tol", minimum=0)
+    D, I, exact_D, exact_I = map(np.asarray, (*approx, *exact))
     n_exact = (exact_I[:, :k] >= 0).sum(1)  # (nq,) K, or the size of a smaller gallery
-    if (n_exact == 0).any():
-        raise InputError(f"exact has no neighbour for {(n_exact == 0).sum()} queries; is the gallery empty?")
     last = np.take_along_axis(exact_D, n_exact[:, None] - 1, 1).astype(np.float64)  # (nq, 1) the K-th exact distance
     found = (I[:, :k] >= 0) & (D[:, :k] <= last + tol)
     return found.sum(1) / n_exact
@@ -199,10 +129,6 @@ def loo_lp_at_k(
     device: str | None = None,  # None: CUDA when there is one, else the CPU
 ) -> np.ndarray:  # (n,) float64 in [0, 1]
     "Label precision at K of each row against all other rows, by exact search."
-    check_positive_int(k, "k")
-    check_positive_int(extra, "extra", minimum=0)
-    x = check_embeddings(x)
-    y = check_labels(y, len(x))
     return lp_at_k(loo_knn(x, k + extra, device=device), y, y, k)
 
 # %% ../../nbs/measure/02_metrics.ipynb #displacement-2
@@ -211,11 +137,7 @@ def displacement(
     x: np.ndarray,  # (n, d) frozen embeddings of the same rows, unit rows
 ) -> np.ndarray:  # (n,) float32 in [0, 2]
     "Distance between the adapted and the frozen embedding of each row, $\\lVert z_i - x_i \\rVert$."
-    x = check_embeddings(x)
-    z = check_embeddings(z, "z", dim=x.shape[1])
-    if len(z) != len(x):
-        raise InputError(f"z and x must have the same rows, got {len(z)} and {len(x)}")
-    return np.linalg.norm(check_unit_norm(z, "z") - check_unit_norm(x, "x"), axis=1)
+    return np.linalg.norm(z - x, axis=1)
 
 # %% ../../nbs/measure/02_metrics.ipynb #separation
 class PairStats(NamedTuple):
@@ -234,13 +156,6 @@ def pair_separation(
     "AUC, mean distances and overlap of positive-pair and negative-pair distances."
     from sklearn.metrics import roc_auc_score
 
-    for d, name in (pos, "pos"), (neg, "neg"):
-        checked = check_numbers(d, name)
-        if checked.min() < 0 or checked.max() > 2.002:  # rows that `check_unit_norm` accepts
-            raise InputError(
-                f"{name} must hold distances of unit rows, in [0, 2], got {checked.min():.3g}..{checked.max():.3g}; "
-                "call ega.normalize before they are computed"
-            )
     is_negative = np.repeat([0, 1], [len(pos), len(neg)])
     auc = roc_auc_score(is_negative, np.concatenate([pos, neg]))
     pos_share = np.histogram(pos, 200, (0, 2))[0] / len(pos)
@@ -256,18 +171,8 @@ def pair_distances(
     n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
 ) -> tuple[np.ndarray, np.ndarray]:  # (pairs,) distances of positive pairs, of negative pairs
     "Distances of random same-class and other-class pairs; classes are drawn uniformly."
-    check_generator(rng)
-    check_positive_int(n_pairs, "n_pairs")
-    x = check_unit_norm(check_embeddings(x), "x")
-    y = check_labels(y, len(x), min_classes=2)
-    positive, negative = _draw_pairs(y, rng, n_pairs)
-    return _distances(x, positive), _distances(x, negative)
-
-
-def _distances(x, pairs):
-    "Distances (pairs,) between the rows a and b of each pair."
-    a, b = pairs
-    return np.linalg.norm(x[a] - x[b], axis=1)
+    positive, negative = _draw_pairs(np.asarray(y), rng, n_pairs)
+    return displacement(*(x[rows] for rows in positive)), displacement(*(x[rows] for rows in negative))
 
 
 def cosine_std_of_negative_pairs(
@@ -296,11 +201,8 @@ def _draw_pairs(y, rng, pairs):
     classes, sizes = np.unique(y[y >= 0], return_counts=True)
     order = np.argsort(y, kind="stable")[(y < 0).sum() :]  # labelled rows, sorted by class
     start = np.cumsum(sizes) - sizes  # where each class begins in `order`
-    large = np.flatnonzero(sizes > 1)
-    if not len(large):
-        raise InputError(f"positive pairs need a class of two rows, got {len(classes)} classes of one row each")
 
-    c = rng.choice(large, pairs)
+    c = rng.choice(np.flatnonzero(sizes > 1), pairs)
     i = rng.integers(sizes[c])
     j = (i + 1 + rng.integers(sizes[c] - 1)) % sizes[c]  # another row of the class
     positive = order[start[c] + i], order[start[c] + j]

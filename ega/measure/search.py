@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ega.data.arrays import (
-    InputError,
-    check_embeddings,
-    check_positive_int,
-    import_optional,
-    linear,
-    pick_device,
-    short_repr,
-)
+from ..data.arrays import InputError, import_optional, linear, pick_device
 from ..data.threads import limit_threads
 
 if TYPE_CHECKING:
@@ -61,56 +53,28 @@ def _sort_by_distance(xq, xb, I):
     return Neighbours(np.take_along_axis(D, order, 1), np.take_along_axis(I, order, 1))
 
 # %% ../../nbs/measure/01_search.ipynb #bound
-def _group_minima(scores, size):
-    """Minima (m, n) of n = w // size groups of columns of the scores (m, w): group c has columns c, c + n, c + 2 n, ...
-
-    The last w % size columns are in no group. The result has the memory order of `scores`."""
+def _kth_smallest_bound(scores, k):
+    "A number (m,) that at least k scores of each row of `scores` (m, w) do not exceed; inf if there are fewer."
     m, w = scores.shape
-    n = w // size
-    if scores.flags.f_contiguous:
-        return scores[:, : size * n].T.reshape(size, n, m).min(0).T
-    minima = scores[:, :n].copy()
-    for i in range(1, size):
-        np.minimum(minima, scores[:, i * n : (i + 1) * n], out=minima)
-    return minima
-
-
-def _kth_smallest(scores, k):
-    "The k-th smallest score of each row of `scores` (m, w); inf if there are fewer."
-    if k > scores.shape[1]:
+    if k > w:
         return np.float32(np.inf)
-    return np.partition(scores, k - 1, axis=1)[:, k - 1]
+    size = next((size for size in (16, 8, 4, 2) if w >= 8 * k * size), 1)  # small enough that 8 k groups exist
+    n = w // size  # group c has columns c, c + n, c + 2 n, ...; the last w % size columns are in no group
+    if scores.flags.f_contiguous:
+        minima = scores[:, : size * n].T.reshape(size, n, m).min(0).T
+    else:
+        minima = scores[:, : size * n].reshape(m, size, n).min(1)
+    return np.partition(minima, k - 1, axis=1)[:, k - 1]
 
 
-def _positions_below(scores, limit):
-    "Positions in memory, row and column numbers of the scores (m, w) below the limit (m,) of their row."
-    m, w = scores.shape
+def _entries_below(scores, limit):
+    "Row and column numbers of the scores (m, w) below the limit (m,) of their row, in the order of memory."
     position = np.flatnonzero((scores < limit[:, None]).ravel("K"))
     if scores.flags.f_contiguous:
-        column, row = np.divmod(position, m)
+        column, row = np.divmod(position, scores.shape[0])
     else:
-        row, column = np.divmod(position, w)
-    return position, row, column
-
-# %% ../../nbs/measure/01_search.ipynb #ae3f3dd3
-def _entries_below(scores, minima, size, limit):
-    "Row numbers, column numbers and values of the scores (m, w) below the limit (m,) of their row, in any order."
-    m, w = scores.shape
-    n = w // size
-    position, row, group = _positions_below(minima, limit)
-    step = n * m
-    if not scores.flags.f_contiguous:
-        position, step = row * w + group, n
-    members = position + step * np.arange(size)[:, None]  # (size, groups) positions in memory
-    values = scores.ravel("K").take(members)
-    member, entry = np.nonzero(values < limit[row])
-    values, row, column = values[member, entry], row[entry], group[entry] + n * member
-    if w > n * size:  # the columns that are in no group
-        more_rows, more_columns = np.nonzero(scores[:, n * size :] < limit[:, None])
-        more_columns += n * size
-        values = np.append(values, scores[more_rows, more_columns])
-        row, column = np.append(row, more_rows), np.append(column, more_columns)
-    return row, column, values
+        row, column = np.divmod(position, scores.shape[1])
+    return row, column
 
 # %% ../../nbs/measure/01_search.ipynb #keep
 def _pack(scores, rows):
@@ -133,20 +97,17 @@ def _unpack(keys):
 def _update_best(best, scores, rows):
     "Update in place the keys (m, k) of the k best gallery rows of m queries with the scores (m, w) of `rows` (w,)."
     m, k = best.shape
-    w = scores.shape[1]
     if k == 1 and scores.flags.c_contiguous:
         column = scores.argmin(1)
         nearest = _pack(scores[np.arange(m), column], rows[column])
         np.minimum(best[:, 0], nearest, out=best[:, 0])
         return
     _, limit = _unpack(best[:, k - 1])  # the worst score that was kept: only a lower one can enter
-    size = next((size for size in (16, 8, 4, 2) if w >= 8 * k * size), 1)  # small enough that 8 k groups exist
-    minima = _group_minima(scores, size)
     if np.isinf(limit).any():  # some query has kept fewer than k rows
-        bound = _kth_smallest(minima, k)
+        bound = _kth_smallest_bound(scores, k)
         limit = np.minimum(limit, np.nextafter(bound, np.float32(np.inf)))  # scores equal to the bound must enter
-    query, column, values = _entries_below(scores, minima, size, limit)
-    _merge_best(best, query, _pack(values, rows[column]))
+    query, column = _entries_below(scores, limit)
+    _merge_best(best, query, _pack(scores[query, column], rows[column]))
 
 
 def _merge_best(best, query, keys):
@@ -170,18 +131,20 @@ def _merge_best(best, query, keys):
     best[changed] = table[:, :k]
 
 # %% ../../nbs/measure/01_search.ipynb #keep-torch
-def _update_best_torch(best_ids, best_scores, scores, rows):
-    "Update in place the k best gallery rows and scores (m, k) by `topk` over the kept and the new scores together."
+def _nearest_by_product_torch(xq, xb, k, *, tile=8192):
+    "`_nearest_by_product` for torch tensors."
     import torch
 
-    k = best_ids.shape[1]
-    rows = torch.as_tensor(rows, device=scores.device)
-    together = torch.cat([best_scores, scores], 1)  # (m, k + w): columns below k are those kept so far
-    best_scores[:], place = together.topk(k, dim=1, largest=False)
-    kept_ids = best_ids.gather(1, place.clamp(max=k - 1))
-    new_ids = rows[(place - k).clamp(min=0)]
-    best_ids[:] = torch.where(place < k, kept_ids, new_ids)
-    best_ids[best_scores.isinf()] = -1
+    found = []
+    for q in xq.split(tile):
+        ids, best = q.new_full((len(q), k), -1, dtype=torch.long), q.new_full((len(q), k), torch.inf)
+        for start in range(0, len(xb), tile):
+            b = xb[start : start + tile]
+            together = torch.cat([best, -2 * q @ b.T + (b * b).sum(1)], 1)  # columns below k are those kept so far
+            best, place = together.topk(k, dim=1, largest=False)
+            ids = torch.where(place < k, ids.gather(1, place.clamp(max=k - 1)), start + place - k)
+        found.append((ids.masked_fill(best.isinf(), -1), best))
+    return tuple(torch.cat(part) for part in zip(*found))
 
 # %% ../../nbs/measure/01_search.ipynb #tile
 def _squared_norms(x):
@@ -189,26 +152,14 @@ def _squared_norms(x):
     return np.einsum("ij,ij->i", x, x)
 
 
-_SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, np.finfo(np.float32).max / 16  # of norms, far enough from the limits
-
-
-def _check_squared_norms(x, name):
-    "Raise `InputError` if squared distances, or sums on the way to them, can leave the range of float32."
-    with np.errstate(over="ignore"):
-        if _SMALLEST_SQUARE < np.dot(x.ravel(), x.ravel()) < _LARGEST_SQUARE:  # of all rows; reads the array once
-            return
-        norms = _squared_norms(x)
-    bad = np.flatnonzero(~(norms < _LARGEST_SQUARE))
-    if len(bad):
-        raise InputError(
-            f"{name} must have squared norms below {_LARGEST_SQUARE:.2g}, {len(bad)} of {len(x)} rows have larger "
-            f"ones, first row {bad[0]}; scale the rows first, such as with ega.normalize"
-        )
-    if norms.max() <= _SMALLEST_SQUARE and x.any():
-        raise InputError(
-            f"{name} must have squared norms above {_SMALLEST_SQUARE:g}, the largest is {norms.max():.2g}; scale the "
-            "rows first, such as with ega.normalize"
-        )
+def _as_rows(x):
+    "The rows as float32 in C order; `InputError` if squared distances can leave the range of float32."
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = _squared_norms(x).max(initial=0)
+    if not largest < np.finfo(np.float32).max / 16 or largest <= 1e-30 and x.any():  # NaN fails, too
+        raise InputError(f"rows must be finite, with squared norms in 1e-30..2e37, got {largest:.2g}; scale them first")
+    return x
 
 
 def _shift_towards_zero(x, *others):
@@ -232,8 +183,6 @@ def _product(a, b, buffer):
 # %% ../../nbs/measure/01_search.ipynb #candidates
 def _nearest_by_product(xq, xb, k, *, tile=None):
     "Row numbers and scores (nq, k) of the k nearest gallery rows by matrix product, in any order; -1 padded."
-    if not isinstance(xq, np.ndarray):
-        return _nearest_by_product_torch(xq, xb, k, tile=tile or 8192)
     best = np.full((len(xq), k), _PADDING)
     n_queries = tile or min(len(xq), 256)
     n_rows = tile or min(len(xb), 2**20 // n_queries)  # 4 MB of scores
@@ -252,64 +201,35 @@ def _nearest_by_product(xq, xb, k, *, tile=None):
             _update_best(best[i : i + n_queries], scores, rows[j : j + n_rows])
     return _unpack(best)
 
-
-def _empty_best_torch(x, k):
-    "Row numbers (-1) and scores (inf), each (n, k), of queries that were not yet compared with any gallery row."
-    return x.new_full((len(x), k), -1, dtype=int), x.new_full((len(x), k), float("inf"))
-
-
-def _nearest_by_product_torch(xq, xb, k, *, tile):
-    "`_nearest_by_product` for torch tensors."
-    best_ids, best_scores = _empty_best_torch(xq, k)
-    rows = np.arange(len(xb))
-    for i in range(0, len(xq), tile):
-        here, minus_two_q = slice(i, i + tile), -2 * xq[i : i + tile]
-        for j in range(0, len(xb), tile):
-            b = xb[j : j + tile]
-            scores = minus_two_q @ b.T  # (tile, tile)
-            scores += (b * b).sum(1)
-            _update_best_torch(best_ids[here], best_scores[here], scores, rows[j : j + tile])
-    return best_ids, best_scores
-
 # %% ../../nbs/measure/01_search.ipynb #8fe04ab6
-def _count_threads(flops):
-    "The number of threads that are set, for work of so many operations; 1 for little."
-    with limit_threads(flops) as n_threads:
+def _count_threads(n_products, d):
+    "The number of threads that are set, for so many scalar products of d numbers; 1 for few."
+    with limit_threads(2 * n_products * d) as n_threads:
         return n_threads
 
 
-def _nearest_in_threads(xq, xb, k):
-    "`_nearest_by_product`, with the queries divided among the threads that are set; a small search uses one."
-    n_threads = _count_threads(2 * len(xq) * len(xb) * xb.shape[1]) if isinstance(xq, np.ndarray) else 1
+def _accelerator(device):
+    "The torch device that is meant, or None for the CPU."
+    if str(device) == "cpu":
+        return None
+    device = pick_device(device)
+    return None if device.type == "cpu" else device
+
+
+def _nearest(xq, xb, k, device):
+    "Row numbers (nq, k) of the k nearest gallery rows; the queries are divided among the threads that are set."
+    if accelerator := _accelerator(device):
+        import torch
+
+        I, _ = _nearest_by_product_torch(*(torch.from_numpy(x).to(accelerator) for x in (xq, xb)), k)
+        return I.cpu().numpy()
+    n_threads = _count_threads(len(xq) * len(xb), xb.shape[1])
     one_thread_each = limit_threads(most=1)(_nearest_by_product)
     if n_threads == 1:
-        return one_thread_each(xq, xb, k)
+        return one_thread_each(xq, xb, k)[0]
     with limit_threads(most=1), ThreadPoolExecutor(n_threads) as pool:  # some libraries have one number for all
-        parts = list(pool.map(lambda part: one_thread_each(part, xb, k), np.array_split(xq, n_threads)))
-    return tuple(np.concatenate(part) for part in zip(*parts))
-
-# %% ../../nbs/measure/01_search.ipynb #place
-def _to_device(x, device):
-    "The array itself for the CPU, a torch tensor for any other device."
-    if str(device) == "cpu" or device is None and not _has_cuda():
-        return x
-    import torch
-
-    return torch.from_numpy(x).to(pick_device(device))
-
-
-def _has_cuda():
-    "Whether torch is installed and finds a CUDA device."
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
-def _to_array(x):
-    "A NumPy array of an array or a tensor."
-    return x if isinstance(x, np.ndarray) else x.cpu().numpy()
+        parts = list(pool.map(lambda part: one_thread_each(part, xb, k)[0], np.array_split(xq, n_threads)))
+    return np.concatenate(parts)
 
 # %% ../../nbs/measure/01_search.ipynb #knn
 def knn(
@@ -338,21 +258,10 @@ def knn(
         Named tuple of `D`, float32 of shape (nq, min(k, nb)), the squared L2 distances in ascending order, and `I`,
         int64 of the same shape, the row numbers in `xb`, lower numbers first among equal distances.
 
-    Raises
-    ------
-    InputError
-        If an array is not a finite numeric matrix, the numbers of columns differ, squared distances can leave the
-        range of float32, or `k` is not a positive integer.
-
-    See Also
-    --------
-    loo_knn : Neighbours of each row among all other rows.
-    ivf_sweep : Approximate neighbours from an inverted file.
-
     Notes
     -----
-    O(nq nb d) operations in tiles, so memory beyond inputs and result is usually below 20 MB on the CPU. Equal
-    to `faiss.IndexFlatL2` up to float32 rounding; distances are computed from differences, hence never negative.
+    O(nq nb d) operations in tiles of 4 MB. Equal to `faiss.IndexFlatL2` up to float32 rounding; distances are
+    computed from differences, hence never negative.
 
     Examples
     --------
@@ -361,20 +270,13 @@ def knn(
     >>> found.I.tolist(), found.D.tolist()
     ([[1, 0]], [[0.0, 2.0]])
     """
-    xb = check_embeddings(xb, "xb")
-    xq = check_embeddings(xq, "xq", dim=xb.shape[1])
-    _check_squared_norms(xb, "xb")
-    _check_squared_norms(xq, "xq")
-    k = min(check_positive_int(k, "k"), len(xb))
+    xb, xq = _as_rows(xb), _as_rows(xq)
     b, q = _shift_towards_zero(xb, xq)
-    I, _ = _nearest_in_threads(_to_device(q, device), _to_device(b, device), k)
-    return _sort_by_distance(xq, xb, _to_array(I))
+    return _sort_by_distance(xq, xb, _nearest(q, b, min(k, len(xb)), device))
 
 # %% ../../nbs/measure/01_search.ipynb #left-out
 def _nearest_others_by_product(x, k, *, tile=None):
     "Row numbers (n, k) of the k nearest other rows of each row by matrix product, in any order; -1 padded."
-    if not isinstance(x, np.ndarray):
-        return _nearest_others_by_product_torch(x, k, tile=tile or 8192)
     best = np.full((len(x), k), _PADDING)
     step = tile or max(256, min(1024, -(-len(x) // 3)))  # three blocks of rows at least: then a third is saved
     buffer = np.empty(step**2, np.float32)
@@ -393,31 +295,13 @@ def _nearest_others_by_product(x, k, *, tile=None):
                 _update_best(best[there], distances, rows[here])
     return _unpack(best)[0]
 
-
-def _nearest_others_by_product_torch(x, k, *, tile):
-    "`_nearest_others_by_product` for torch tensors."
-    best_ids, best_scores = _empty_best_torch(x, k)
-    rows = np.arange(len(x))
-    for i in range(0, len(x), tile):
-        here, a = slice(i, i + tile), x[i : i + tile]
-        for j in range(i, len(x), tile):
-            there, b = slice(j, j + tile), x[j : j + tile]
-            product = -2 * a @ b.T  # (tile, tile)
-            if i == j:
-                product.fill_diagonal_(float("inf"))
-            _update_best_torch(best_ids[here], best_scores[here], product + (b * b).sum(1), rows[there])
-            if i < j:
-                transposed = (product + (a * a).sum(1)[:, None]).T
-                _update_best_torch(best_ids[there], best_scores[there], transposed, rows[here])
-    return best_ids
-
 # %% ../../nbs/measure/01_search.ipynb #d69be138
-def _nearest_others_in_threads(x, k):
-    "`_nearest_others_by_product` on one or two threads; from three on, all products on all threads are faster."
-    if not isinstance(x, np.ndarray) or _count_threads(2 * len(x) ** 2 * x.shape[1]) < 3:
+def _nearest_others(x, k, device):
+    "Row numbers (n, k) of the k nearest other rows; from three threads on, all products on all threads are faster."
+    if not _accelerator(device) and _count_threads(len(x) ** 2, x.shape[1]) < 3:
         with limit_threads():
             return _nearest_others_by_product(x, k)
-    I, _ = _nearest_in_threads(x, x, k + 1)
+    I = _nearest(x, x, k + 1, device)
     is_query = np.arange(len(x))[:, None] == I
     is_query[~is_query.any(1), -1] = True  # as many copies of the row came first: one of them is left out instead
     return I[~is_query].reshape(len(x), k)
@@ -446,17 +330,6 @@ def loo_knn(
         Named tuple of squared L2 distances `D` and row numbers `I`, each of shape (n, min(k, n - 1)), as in `knn`.
         `I[i]` never contains i. A single row has no neighbour: `D` is inf and `I` is -1, of shape (1, 1).
 
-    Raises
-    ------
-    InputError
-        If `x` is not a finite numeric matrix, squared distances can leave the range of float32, or `k` is not a
-        positive integer.
-
-    See Also
-    --------
-    knn : Neighbours of queries in a separate gallery.
-    ega.measure.metrics.loo_lp_at_k : Label precision from this search.
-
     Notes
     -----
     A row is excluded by its number, so an exact duplicate of a row remains a neighbour at distance 0. The matrix
@@ -470,12 +343,9 @@ def loo_knn(
     >>> loo_knn([[1, 0], [1, 0], [0, 1]], k=1, device="cpu").I.tolist()
     [[1], [0], [0]]
     """
-    x = check_embeddings(x)
-    _check_squared_norms(x, "x")
-    k = min(check_positive_int(k, "k"), max(1, len(x) - 1))
+    x = _as_rows(x)
     (shifted,) = _shift_towards_zero(x)
-    I = _nearest_others_in_threads(_to_device(shifted, device), k)
-    return _sort_by_distance(x, x, _to_array(I))
+    return _sort_by_distance(x, x, _nearest_others(shifted, min(k, max(1, len(x) - 1)), device))
 
 # %% ../../nbs/measure/01_search.ipynb #faiss
 def import_faiss() -> Any:  # the module faiss
@@ -494,20 +364,13 @@ def build_ivf(
     *,
     nlist: int,  # number of lists, 1..nb
     kmeans_seed: int = 1234,  # seed of k-means: sampling of training rows and first centres
-    niter: int = 10,  # k-means iterations
 ) -> Any:  # faiss.IndexIVFFlat, trained on xb and filled with xb
     "Build an inverted file over the gallery, on the CPU and without printed warnings."
     faiss = import_faiss()
-    xb = check_embeddings(xb, "xb")
-    _check_squared_norms(xb, "xb")
-    nlist = check_positive_int(nlist, "nlist")
-    if nlist > len(xb):
-        raise InputError(f"nlist must lie in 1..{len(xb)}, the rows of the gallery, got {nlist}; choose fewer lists")
+    xb = _as_rows(xb)
     d = xb.shape[1]
-    quantizer = faiss.IndexFlatL2(d)
-    index = faiss.IndexIVFFlat(quantizer, d, nlist, faiss.METRIC_L2)
-    index.cp.seed = check_positive_int(kmeans_seed, "kmeans_seed", minimum=0, maximum=2**31 - 1)
-    index.cp.niter = check_positive_int(niter, "niter", maximum=2**31 - 1)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(d), d, nlist, faiss.METRIC_L2)
+    index.cp.seed = kmeans_seed
     index.cp.min_points_per_centroid = 1  # no warning for small lists
     index.train(xb)
     index.add(xb)
@@ -524,30 +387,22 @@ def _list_sizes(index):
     "Number of rows in each list (nlist,)."
     return np.array([index.invlists.list_size(number) for number in range(index.nlist)])
 
-
-def _list_contents(index, number):
-    "Row numbers (m,) and embeddings (m, d) in one list: views of the memory of FAISS, not copies."
-    faiss = import_faiss()
-    size = index.invlists.list_size(number)
-    ids = faiss.rev_swig_ptr(index.invlists.get_ids(number), size)
-    codes = faiss.rev_swig_ptr(index.invlists.get_codes(number), 4 * size * index.d)  # bytes of float32 numbers
-    return ids, codes.view(np.float32).reshape(size, -1)
-
 # %% ../../nbs/measure/01_search.ipynb #scan
 def _search_lists(index, xq, lists, k):
     "Row numbers (nq, k) of the nearest rows in the probed `lists` (nq, nprobe), one product per list; -1 padded."
+    view = import_faiss().rev_swig_ptr  # of the memory of FAISS, without a copy
     best_ids, best_scores = np.full((len(xq), k), -1), np.full((len(xq), k), np.inf, np.float32)
     for number, size in enumerate(_list_sizes(index).tolist()):
         queries = np.flatnonzero((lists == number).any(1))
         if not len(queries) or not size:
             continue
-        ids, xb = _list_contents(index, number)
-        places, scores = _nearest_by_product(xq[queries], xb, k)
-        found = np.where(places < 0, -1, ids[places])
+        ids = view(index.invlists.get_ids(number), size)
+        codes = view(index.invlists.get_codes(number), 4 * size * index.d)  # bytes of float32 numbers
+        places, scores = _nearest_by_product(xq[queries], codes.view(np.float32).reshape(size, -1), k)
 
         # The k best of those kept from earlier lists and those of this list.
         together_scores = np.hstack([best_scores[queries], scores])
-        together_ids = np.hstack([best_ids[queries], found])
+        together_ids = np.hstack([best_ids[queries], np.where(places < 0, -1, ids[places])])
         best = np.argpartition(together_scores, k - 1, axis=1)[:, :k]
         best_ids[queries] = np.take_along_axis(together_ids, best, 1)
         best_scores[queries] = np.take_along_axis(together_scores, best, 1)
@@ -560,21 +415,12 @@ def ivf_search(
     xb: np.ndarray,  # (nb, d) the gallery that the index was filled with
     *,
     k: int,  # neighbours of each query; at most nb are returned
-    nprobe: int,  # lists scanned for each query, 1..nlist
+    nprobe: int,  # lists scanned for each query; at most nlist are
     device: "str | torch.device | None" = None,  # None: a GPU when faiss has one, else the CPU
 ) -> IVFNeighbours:  # D, I and scanned; I is -1 where the probed lists hold fewer than k rows
     "Approximate nearest neighbours from an inverted file."
-    if not isinstance(index, import_faiss().IndexIVFFlat):
-        raise InputError(f"index must be a faiss.IndexIVFFlat, as of build_ivf, got {type(index).__name__}")
-    xb = check_embeddings(xb, "xb", dim=index.d)
-    xq = check_embeddings(xq, "xq", dim=index.d)
-    _check_squared_norms(xq, "xq")
-    k = min(check_positive_int(k, "k"), len(xb))
-    nprobe = check_positive_int(nprobe, "nprobe")
-    if len(xb) != index.ntotal:
-        raise InputError(f"xb must have the {index.ntotal} rows that the index holds, got {len(xb)}; pass its gallery")
-    if nprobe > index.nlist:
-        raise InputError(f"nprobe must lie in 1..{index.nlist}, the lists of the index, got {nprobe}; probe fewer")
+    xq, xb = _as_rows(xq), _as_rows(xb)
+    k, nprobe = min(k, len(xb)), min(nprobe, index.nlist)
     placed = _index_on_device(index, device)
     _, lists = index.quantizer.search(xq, nprobe)  # (nq, nprobe)
     multiplications_per_list = lists.size * len(xb) * index.d / index.nlist**2
@@ -592,17 +438,11 @@ def _index_on_device(index, device):
     "A copy of the index on the GPU when `device` selects one and faiss supports it; else the index itself."
     faiss = import_faiss()
     n_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
-    if str(device) == "cpu" or device is None and not n_gpus:
-        return index
-    device = pick_device(device)
-    if device.type != "cuda":
+    if device is None and not n_gpus or not (accelerator := _accelerator(device)):
         return index
     if not n_gpus:
-        raise InputError(
-            f"device is {str(device)!r}, but the installed faiss has no GPU support; "
-            "use device='cpu' or pip install 'ega[gpu]'"
-        )
-    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), device.index or 0, index)
+        raise InputError(f"device is {str(device)!r}, but faiss has no GPU support; pip install 'ega[gpu]'")
+    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), accelerator.index or 0, index)
 
 # %% ../../nbs/measure/01_search.ipynb #ivf-sweep
 def ivf_sweep(
@@ -619,10 +459,8 @@ def ivf_sweep(
 
     Parameters
     ----------
-    xq : array-like of shape (nq, d)
-        Queries.
-    xb : array-like of shape (nb, d)
-        Gallery.
+    xq, xb : array-like of shape (nq, d), (nb, d)
+        Queries and gallery.
     nlist : int
         Number of lists (k-means clusters) of the inverted file, 1..nb.
     nprobes : iterable of int
@@ -642,20 +480,6 @@ def ivf_sweep(
         (nq,), the share of the gallery that each query was compared with. Where the probed lists hold fewer than `k`
         rows, `D` is inf and `I` is -1.
 
-    Raises
-    ------
-    InputError
-        If an array is not a finite numeric matrix, or `nlist`, a value of `nprobes` or `k` is out of range.
-
-    See Also
-    --------
-    knn : Exact neighbours.
-    ega.measure.metrics.ar_at_k : Share of the exact neighbours that an index returned.
-
-    Notes
-    -----
-    `faiss.IndexIVFFlat` with L2 distances, as in the paper; a search costs about O(nq nb d nprobe / nlist) operations.
-
     Examples
     --------
     With all lists probed the search is exact.
@@ -665,72 +489,28 @@ def ivf_sweep(
     >>> rng = np.random.default_rng(0)
     >>> xq, xb = rng.normal(size=(5, 4)), rng.normal(size=(100, 4))
     >>> found = ivf_sweep(xq, xb, nlist=4, nprobes=(1, 4), k=3, device="cpu")
-    >>> bool((found[4].I == knn(xq, xb, 3, device="cpu").I).all())
-    True
-    >>> found[4].scanned.mean().item()
-    1.0
+    >>> bool((found[4].I == knn(xq, xb, 3, device="cpu").I).all()), found[4].scanned.mean().item()
+    (True, 1.0)
     """
-    counts = [check_positive_int(n, "each of nprobes") for n in nprobes] if np.iterable(nprobes) else []
-    if not counts:
-        raise InputError(
-            f"nprobes must be a list of at least one integer >= 1, such as [1, 4], got {short_repr(nprobes)}"
-        )
     index = build_ivf(xb, nlist=nlist, kmeans_seed=kmeans_seed)
-    return {nprobe: ivf_search(index, xq, xb, k=k, nprobe=nprobe, device=device) for nprobe in counts}
+    return {int(n): ivf_search(index, xq, xb, k=k, nprobe=int(n), device=device) for n in nprobes}
 
 # %% ../../nbs/measure/01_search.ipynb #searchconfig
 @dataclass(frozen=True)
 class SearchConfig:
-    """Settings of a search; two measured numbers are comparable only at equal settings.
-
-    Parameters
-    ----------
-    index : {"exact", "ivf"}, default="exact"
-        Exact search, or an inverted file.
-    k : int, default=1
-        Number of neighbours of each query.
-    nlist : int, default=None
-        Number of lists of the inverted file; None for exact search.
-    nprobe : int, default=None
-        Number of lists scanned for each query, 1..nlist; None for exact search.
-    kmeans_seed : int, default=1234
-        Seed of the k-means of the inverted file.
-
-    Raises
-    ------
-    InputError
-        If `index` is unknown, a number is out of range, or lists are given for an exact search.
-
-    See Also
-    --------
-    search : Runs the search of a config.
-
-    Examples
-    --------
-    >>> from ega.measure.search import SearchConfig
-    >>> SearchConfig("ivf", k=5, nlist=10, nprobe=2)
-    SearchConfig(index='ivf', k=5, nlist=10, nprobe=2, kmeans_seed=1234)
-    """
+    "Settings of a search; two measured numbers are comparable only at equal settings."
 
     index: str = "exact"  # "exact" or "ivf"
     k: int = 1  # neighbours of each query
     nlist: int | None = None  # lists of the inverted file; None for exact
-    nprobe: int | None = None  # lists scanned for each query; None for exact
+    nprobe: int | None = None  # lists scanned for each query, 1..nlist; None for exact
     kmeans_seed: int = 1234  # seed of the inverted file's k-means
 
     def __post_init__(self):
-        check_positive_int(self.k, "k")
-        lists = f"nlist={self.nlist}, nprobe={self.nprobe}"
-        if self.index == "exact":
-            if self.nlist is not None or self.nprobe is not None:
-                raise InputError(f"an exact search has no lists, got {lists}; leave them None or use index='ivf'")
-        elif self.index == "ivf":
-            if self.nlist is None or self.nprobe is None:
-                raise InputError(f"index='ivf' needs nlist and nprobe, got {lists}; give both")
-            if check_positive_int(self.nprobe, "nprobe") > check_positive_int(self.nlist, "nlist"):
-                raise InputError(f"index='ivf' needs 1 <= nprobe <= nlist, got {lists}; probe fewer lists")
-        else:
-            raise InputError(f"index must be 'exact' or 'ivf', got {self.index!r}")
+        is_exact = self.index == "exact" and self.nlist is None and self.nprobe is None
+        is_ivf = self.index == "ivf" and self.nlist and self.nprobe and self.nprobe <= self.nlist
+        if not (is_exact or is_ivf):
+            raise InputError(f"expected index 'exact' without lists, or 'ivf' with 1 <= nprobe <= nlist, got {self}")
 
 # %% ../../nbs/measure/01_search.ipynb #search-2
 def search(
@@ -741,8 +521,6 @@ def search(
     device: "str | torch.device | None" = None,  # None: a GPU when there is one, else the CPU
 ) -> Neighbours:  # D and I (nq, config.k)
     "Search with the settings of a config."
-    if not isinstance(config, SearchConfig):
-        raise InputError(f"config must be a SearchConfig, got {short_repr(config)}; make one such as SearchConfig(k=5)")
     if config.nlist is None or config.nprobe is None:  # an exact search
         return knn(xq, xb, config.k, device=device)
     index = build_ivf(xb, nlist=config.nlist, kmeans_seed=config.kmeans_seed)

@@ -10,23 +10,14 @@ __all__ = ['Interval', 'cluster_bootstrap_means', 'bootstrap', 'bootstrap_worst'
 
 # %% ../../nbs/measure/03_statistics.ipynb #2f3ee3a2
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from itertools import combinations_with_replacement
 from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
 
-from ega.data.arrays import (
-    InputError,
-    check_generator,
-    check_labels,
-    check_number,
-    check_numbers,
-    check_positive_int,
-    rows_by_class,
-    short_repr,
-)
+from ..data.arrays import rows_by_class
 
 # %% ../../nbs/measure/03_statistics.ipynb #replicates
 class Interval(NamedTuple):
@@ -39,16 +30,14 @@ class Interval(NamedTuple):
 
 def cluster_bootstrap_means(
     values: np.ndarray,  # (n,) or (n, m) outcomes of queries; m columns use the same draws
-    classes: np.ndarray,  # (n,) int class of each query
+    classes: np.ndarray,  # (n,) int class of each query, >= 0
     rng: np.random.Generator,
     *,
     n_boot: int = 2000,  # replicates
 ) -> np.ndarray:  # (n_boot,) or (n_boot, m) means
     "Means of bootstrap replicates: classes with replacement, then queries within each drawn class."
-    check_generator(rng)
-    check_positive_int(n_boot, "n_boot", maximum=10**7)
-    values = check_numbers(values, "values", max_ndim=2)
-    members = rows_by_class(_check_classes(classes, len(values)))
+    values = np.asarray(values, dtype=np.float64)
+    members = rows_by_class(classes)
     n_classes = len(members)
     class_draws = rng.multinomial(n_classes, np.full(n_classes, 1 / n_classes), n_boot)  # (n_boot, n_classes)
     sums = np.zeros((n_boot,) + values.shape[1:])
@@ -77,14 +66,6 @@ def _draw_sums(values, n_draws, rng, *, block_size=2**20):
     return np.concatenate(sums)
 
 # %% ../../nbs/measure/03_statistics.ipynb #outcomes
-def _check_classes(classes, n, **limits):
-    "Classes of n queries as int64, or raise `InputError`."
-    classes = check_labels(classes, n, "classes", **limits)
-    if (classes < 0).any():
-        raise InputError(f"every query must have a class, got {(classes < 0).sum()} unlabelled; drop them")
-    return classes
-
-
 def _percentile_interval(mean, means, confidence):
     "Interval between percentiles of bootstrap means."
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -120,16 +101,6 @@ def bootstrap(
     Interval
         Named tuple (mean, low, high) in the unit of `values`.
 
-    Raises
-    ------
-    InputError
-        If `values` is empty or not finite, a query has no class, or `confidence` is out of range.
-
-    See Also
-    --------
-    cluster_bootstrap_means : The means of the replicates, for several columns of outcomes at once.
-    paired_test : Test of the mean difference over several benchmarks.
-
     Notes
     -----
     Two-stage cluster bootstrap. With about ten classes the interval is too narrow; with many it is a little too
@@ -144,32 +115,10 @@ def bootstrap(
     >>> bootstrap([1, 1, 0, 0], [0, 0, 1, 1], np.random.default_rng(0))
     Interval(mean=0.5, low=0.0, high=1.0)
     """
-    check_number(confidence, "confidence", above=0, below=1)
     means = cluster_bootstrap_means(values, classes, rng, n_boot=n_boot)
-    if means.ndim != 1:
-        raise InputError(f"values must have shape (n,), one outcome of each query, got {np.shape(values)}")
     return _percentile_interval(np.mean(values), means, confidence)
 
 # %% ../../nbs/measure/03_statistics.ipynb #bootstrap-worst
-def _check_benchmarks(benchmarks, form, sizes):
-    "Benchmarks as a list of tuples, all of one of the sizes."
-    listed = list(benchmarks) if np.iterable(benchmarks) else []
-    found = {len(b) if isinstance(b, (tuple, list)) else 0 for b in listed}
-    if len(found) != 1 or not found <= set(sizes):
-        raise InputError(f"benchmarks must be a list of tuples, each {form}, got {short_repr(benchmarks)}")
-    return listed
-
-
-def _outcome_columns(values, *frozen_values):
-    "Outcomes (n, 1), or (n, 2) with those of the frozen embeddings beside them."
-    columns = [check_numbers(v, "values") for v in (values, *frozen_values)]
-    if len({len(c) for c in columns}) > 1:
-        raise InputError(
-            f"values and frozen_values must be of the same queries, got {len(columns[0])} and {len(columns[1])}"
-        )
-    return np.stack(columns, 1)
-
-
 def bootstrap_worst(
     benchmarks: Sequence[tuple],  # (values, classes), or (values, classes, frozen_values) for the difference of minima
     rng: np.random.Generator,
@@ -178,12 +127,9 @@ def bootstrap_worst(
     confidence: float = 0.95,  # two-sided, of the interval
 ) -> Interval:  # of the minimum over benchmarks
     "Lowest mean over benchmarks, with the minimum taken within each bootstrap replicate."
-    check_number(confidence, "confidence", above=0, below=1)
-    benchmarks = _check_benchmarks(benchmarks, "(values, classes), or each (values, classes, frozen_values)", (2, 3))
-    columns = [_outcome_columns(b[0], *b[2:]) for b in benchmarks]  # (n, 1) or (n, 2) each
-    estimates = np.stack([c.mean(0) for c in columns])  # (benchmarks, 1 or 2)
+    columns = [np.stack([values, *frozen], 1) for values, _, *frozen in benchmarks]  # (n, 1) or (n, 2) each
     replicates = np.stack([cluster_bootstrap_means(c, b[1], rng, n_boot=n_boot) for c, b in zip(columns, benchmarks)])
-    estimate = estimates.min(0)  # (1 or 2,)
+    estimate = np.stack([c.mean(0) for c in columns]).min(0)  # (1 or 2,)
     worst = replicates.min(0)  # (n_boot, 1 or 2)
     if worst.shape[1] == 2:  # adapted minus frozen
         return _percentile_interval(estimate[0] - estimate[1], worst[:, 0] - worst[:, 1], confidence)
@@ -202,18 +148,10 @@ class _MeanSquares(NamedTuple):
 
 def _mean_squares(outcomes, classes):
     "Mean squares of the outcomes (seeds, n) of one partition."
-    h = check_numbers(outcomes, "outcomes", max_ndim=2)
-    if h.ndim != 2 or len(h) < 2:
-        raise InputError(
-            f"outcomes must be (seeds, n) with two seeds or more, got shape {h.shape}; "
-            "the variance of one seed is not defined"
-        )
+    h = np.asarray(outcomes, dtype=np.float64)
     n = h.shape[1]
-    c = np.unique(_check_classes(classes, n), return_inverse=True)[1]
-    n_classes = c.max() + 1
-    df = n - n_classes
-    if not df:
-        raise InputError(f"queries must outnumber classes, got {n} queries of {n_classes} classes; add queries")
+    c = np.unique(classes, return_inverse=True)[1]
+    df = n - (c.max() + 1)
 
     def sum_of_squares_within(v):
         class_mean = np.bincount(c, v) / np.bincount(c)
@@ -235,17 +173,9 @@ class VarianceComponents(NamedTuple):
 
 def _variance_parts(outcomes, classes, rng, n_draws):
     "Variances (1 + n_draws, 4) of split, seed, query and total: the estimates, then draws of their distribution."
-    outcomes, classes = (list(v) if np.iterable(v) else [] for v in (outcomes, classes))
-    if len(outcomes) < 2 or len(outcomes) != len(classes):
-        raise InputError(
-            "a benchmark must have two splits or more, each with outcomes and classes, got outcomes of "
-            f"{len(outcomes)} and classes of {len(classes)}; the variance of one split is not defined"
-        )
-    each = [_mean_squares(h, c) for h, c in zip(outcomes, classes)]
+    each = [_mean_squares(h, c) for h, c in zip(outcomes, classes, strict=True)]
     means, seed, query, rest, df_within = np.array(each).T
     a, r = len(outcomes), len(outcomes[0])  # splits, seeds
-    if any(len(h) != r for h in outcomes):
-        raise InputError(f"all splits must have the same number of seeds, got {[len(h) for h in outcomes]}")
     squares = np.array([means.var(ddof=1), seed.mean(), query.mean(), rest.mean()])
     df = np.array([a - 1, a * (r - 1), df_within.sum(), (r - 1) * df_within.sum()])
     drawn = np.vstack([squares, squares * df / rng.chisquare(df, (n_draws, 4))])
@@ -268,17 +198,10 @@ def variance_components(
     n_draws: int = 10_000,  # draws of the mean squares
 ) -> VarianceComponents:  # variances averaged over benchmarks, then their square roots
     "Standard deviation of one run's mean from class partition, training seed and query sampling, by ANOVA."
-    check_generator(rng)
-    check_number(confidence, "confidence", above=0, below=1)
-    check_positive_int(n_draws, "n_draws", maximum=10**7)
-    benchmarks = _check_benchmarks(benchmarks, "(outcomes, classes)", (2,))
-    parts = np.zeros((1 + n_draws, 4))
-    for outcomes, classes in benchmarks:
-        parts += _variance_parts(outcomes, classes, rng, n_draws)
+    parts = sum(_variance_parts(outcomes, classes, rng, n_draws) for outcomes, classes in benchmarks)
     sd = np.sqrt(np.clip(parts / len(benchmarks), 0, None))
     low, high = np.quantile(sd[1:], [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
-    intervals = [Interval(float(m), float(l), float(h)) for m, l, h in zip(sd[0], low, high)]
-    return VarianceComponents(*intervals)
+    return VarianceComponents(*(Interval(float(m), float(l), float(h)) for m, l, h in zip(sd[0], low, high)))
 
 # %% ../../nbs/measure/03_statistics.ipynb #class-means
 def class_means(
@@ -286,8 +209,7 @@ def class_means(
     classes: np.ndarray,  # (n,) int class of each query
 ) -> np.ndarray:  # (C,) one value for each class that occurs, in ascending order of the class
     "Mean of the values of each class, the unit of a test about classes."
-    values = check_numbers(values, "values")
-    c = np.unique(_check_classes(classes, len(values)), return_inverse=True)[1]
+    c = np.unique(classes, return_inverse=True)[1]
     return np.bincount(c, values) / np.bincount(c)
 
 # %% ../../nbs/measure/03_statistics.ipynb #paired-test
@@ -302,57 +224,15 @@ class PairedTest(NamedTuple):
 
 
 def paired_test(
-    differences: Sequence[np.ndarray],
+    differences: Sequence[np.ndarray],  # (C,) of each benchmark: paired differences from `class_means`, C >= 2
     *,
-    confidence: float = 0.95,
-) -> PairedTest:
-    """Test whether two methods differ on average over benchmarks, with classes as the sample.
-
-    Parameters
-    ----------
-    differences : list of array-like of shape (C,)
-        For each benchmark the mean paired difference of each of its classes, from `class_means`. At least two
-        classes a benchmark.
-    confidence : float, default=0.95
-        Two-sided confidence of the interval, in (0, 1).
-
-    Returns
-    -------
-    PairedTest
-        Named tuple: `mean` of the benchmark means, its interval from `low` to `high`, the degrees of freedom `df` and
-        the two-sided p-value `p`.
-
-    Raises
-    ------
-    InputError
-        If there is no benchmark, one has fewer than two classes or a difference that is not finite, or `confidence`
-        is out of range.
-
-    See Also
-    --------
-    holm : Correction for several tests.
-    bootstrap : Interval without the assumption of normal means.
-
-    Notes
-    -----
-    Benchmarks have equal weight. The variance of the mean is the sum of the variances of the benchmark means, with
-    Welch's degrees of freedom. For one benchmark this is the paired t-test, `scipy.stats.ttest_rel`.
-
-    Examples
-    --------
-    >>> from ega.measure.statistics import paired_test
-    >>> result = paired_test([[0.1, 0.3, 0.2], [0.0, 0.2]])
-    >>> round(result.mean, 3), round(result.p, 3)
-    (0.15, 0.144)
-    """
+    confidence: float = 0.95,  # two-sided, of the interval
+) -> PairedTest:  # of one benchmark: the paired t-test, `scipy.stats.ttest_rel`
+    "Test whether two methods differ on average over benchmarks of equal weight, with classes as the sample."
     from scipy.stats import t
 
-    check_number(confidence, "confidence", above=0, below=1)
-    listed = differences if np.iterable(differences) else [differences]
-    benchmarks = [check_numbers(d, f"differences[{i}]") for i, d in enumerate(listed)]
+    benchmarks = [np.asarray(d, dtype=np.float64) for d in differences]
     sizes = [len(d) for d in benchmarks]
-    if not sizes or min(sizes) < 2:
-        raise InputError(f"each benchmark must have two classes or more, got {sizes}; drop the others")
     mean = float(np.mean([d.mean() for d in benchmarks]))
     variance = np.array([d.var(ddof=1) / len(d) for d in benchmarks]) / len(benchmarks) ** 2  # part of each benchmark
     se = variance.sum() ** 0.5
@@ -368,26 +248,12 @@ def holm(
     p: np.ndarray,  # (m,) p-values
 ) -> np.ndarray:  # (m,) adjusted p-values, to be compared with the significance of all tests together
     "Adjust p-values for several tests by Holm's step-down correction (1979)."
-    p = check_numbers(p, "p")
-    if p.min() < 0 or p.max() > 1:
-        raise InputError(f"p must hold numbers in 0..1, got {p.min():g}..{p.max():g}")
+    p = np.asarray(p)
     order = np.argsort(p, kind="stable")
     adjusted = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)).clip(max=1)
     return adjusted[np.argsort(order, kind="stable")]
 
 # %% ../../nbs/measure/03_statistics.ipynb #queries-needed
-def _one_sided_share(label_precision, correlation):
-    "Probability that only the first of two methods has a hit; `InputError` for a correlation that cannot occur."
-    share = label_precision * (1 - label_precision) * (1 - correlation)
-    largest = min(label_precision, 1 - label_precision)
-    if share > largest + 1e-12:  # rounding
-        raise InputError(
-            f"outcomes of label precision {label_precision} have a correlation of at least "
-            f"{-largest / (1 - largest):.3g}, got {correlation}; measure it on paired outcomes"
-        )
-    return share
-
-
 def required_queries(
     lead: float,  # true difference of the two label precisions, in (0, 1]
     label_precision: float,  # of both methods, about; in (0, 1)
@@ -400,25 +266,18 @@ def required_queries(
     "Number of queries that a test needs to detect a lead."
     from scipy.stats import norm
 
-    check_number(lead, "lead", above=0, maximum=1)
-    check_number(label_precision, "label_precision", above=0, below=1)
-    check_number(correlation, "correlation", minimum=-1, below=1)
-    check_number(significance, "significance", above=0, below=1)
-    check_number(power, "power", above=significance / 2, below=1)
-    check_number(design_effect, "design_effect", above=0)
     z = norm.ppf(1 - significance / 2) + norm.ppf(power)
-    return ceil(z * z * 2 * _one_sided_share(label_precision, correlation) / lead**2 * design_effect)
+    one_side = label_precision * (1 - label_precision) * (1 - correlation)  # only the first method has a hit
+    return ceil(z * z * 2 * one_side / lead**2 * design_effect)
 
 # %% ../../nbs/measure/03_statistics.ipynb #design-effect
 def design_effect(
-    differences: np.ndarray,  # (n,) paired differences of queries
-    classes: np.ndarray,  # (n,) int class of each query
+    differences: np.ndarray,  # (n,) paired differences of queries, not all equal
+    classes: np.ndarray,  # (n,) int class of each query, at least two classes
 ) -> float:  # 1 when the differences are independent within classes
     "Variance of the mean with classes as units, divided by that with queries as units."
-    d = check_numbers(differences, "differences")
-    c = np.unique(_check_classes(classes, len(d), min_classes=2), return_inverse=True)[1]
-    if (d == d[0]).all():
-        raise InputError(f"differences must differ between queries, got {d[0]:g} for all; their variance is 0")
+    d = np.asarray(differences, dtype=np.float64)
+    c = np.unique(classes, return_inverse=True)[1]
     sums = np.bincount(c, d - d.mean())  # (C,) sum of the residuals of each class
     n_classes = len(sums)
     return float((sums**2).sum() * n_classes / (n_classes - 1) / len(d) / d.var(ddof=1))
@@ -431,11 +290,7 @@ def null_lead_probability(
     correlation: float,  # of their paired outcomes; 0 for independent ones
 ) -> float:
     "Probability that one of two equal methods leads by this many hits or more (exact)."
-    check_positive_int(lead, "lead")
-    check_positive_int(n_queries, "n_queries")
-    check_number(label_precision, "label_precision", minimum=0, maximum=1)
-    check_number(correlation, "correlation", minimum=-1, maximum=1)
-    one_side = _one_sided_share(label_precision, correlation)
+    one_side = label_precision * (1 - label_precision) * (1 - correlation)  # only the first method has a hit
     distribution = np.ones(1)  # of the lead -q..q after q queries
     for _ in range(n_queries):
         distribution = np.convolve(distribution, [one_side, 1 - 2 * one_side, one_side])
@@ -450,12 +305,8 @@ def grouped_rank_correlation(
     "Spearman's correlation with ranks taken within each group."
     from scipy.stats import rankdata  # scipy.stats takes about a second to import
 
-    a, b = check_numbers(a, "a", finite=False), check_numbers(b, "b", finite=False)
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     groups = np.zeros(len(a), int) if groups is None else np.asarray(groups)
-    if not a.shape == b.shape == groups.shape:
-        raise InputError(
-            f"a, b and groups must be three arrays of one length, got shapes {a.shape}, {b.shape}, {groups.shape}"
-        )
     ranks = np.zeros((2, len(a)))
     for group in np.unique(groups):
         inside = groups == group
@@ -465,30 +316,9 @@ def grouped_rank_correlation(
         return float((r * s).sum() / np.sqrt((r * r).sum() * (s * s).sum()))
 
 # %% ../../nbs/measure/03_statistics.ipynb #whole-counts
-def _check_printed(printed, name):
-    "The proportion that a text prints."
-    try:
-        value = Decimal(printed if isinstance(printed, str) else "")
-    except InvalidOperation:
-        value = Decimal("nan")
-    if not value.is_finite() or not 0 <= value <= 1:
-        raise InputError(
-            f"{name} must be a text that prints a proportion in 0..1, such as '0.569', got {short_repr(printed)}; "
-            "write 94.9 % as '0.949'"
-        )
-    return value
-
-
-def _half_unit(value):
-    "Half a unit of the last printed place."
-    return Decimal(1).scaleb(int(value.as_tuple().exponent)) / 2
-
-
-def _matching_counts(value, n):
-    "Numbers of hits among n whose proportion is printed as this Decimal."
-    lowest = max(ceil((value - _half_unit(value)) * n), 0)
-    highest = min(floor((value + _half_unit(value)) * n), n)
-    return range(lowest, highest + 1)
+def _half_unit(printed):
+    "Half a unit of the last place of a printed proportion."
+    return Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent)) / 2
 
 
 def hit_counts_matching_printed(
@@ -496,8 +326,10 @@ def hit_counts_matching_printed(
     n_queries: int,
 ) -> range:  # empty when no number of hits is possible
     "Numbers of hits among n queries whose proportion is printed like this."
-    check_positive_int(n_queries, "n_queries")
-    return _matching_counts(_check_printed(printed, "printed"), n_queries)
+    value, half_unit = Decimal(printed), _half_unit(printed)
+    lowest = max(ceil((value - half_unit) * n_queries), 0)
+    highest = min(floor((value + half_unit) * n_queries), n_queries)
+    return range(lowest, highest + 1)
 
 # %% ../../nbs/measure/03_statistics.ipynb #seed-counts
 def hit_counts_matching_printed_mean_sd(
@@ -507,10 +339,8 @@ def hit_counts_matching_printed_mean_sd(
     n_seeds: int = 3,
 ) -> list[tuple[int, ...]]:  # ascending tuples: the hits of each seed
     "Numbers of hits of each seed whose mean and standard deviation are printed like this."
-    check_positive_int(n_queries, "n_queries")
-    check_positive_int(n_seeds, "n_seeds")
-    totals = _matching_counts(_check_printed(mean, "mean"), n_queries * n_seeds)
-    half_unit = float(_half_unit(_check_printed(sd, "sd"))) + 1e-12  # float rounding
+    totals = hit_counts_matching_printed(mean, n_queries * n_seeds)
+    half_unit = float(_half_unit(sd)) + 1e-12  # float rounding
     largest_deviation = ceil((float(sd) + half_unit) * n_queries * (n_seeds - 1) ** 0.5) + 1
     if not totals:
         return []

@@ -41,22 +41,6 @@ from ega.deploy.index import IndexStore
 from ega.deploy.report import write_report
 from ega.deploy.transform import transform_file
 from ega.estimator import estimate_update
-from ega.measure.metrics import ar_at_k, loo_lp_at_k, lp_at_k, pair_distances, pair_separation
-from ega.measure.search import build_ivf, ivf_search, ivf_sweep, knn
-from ega.measure.statistics import (
-    bootstrap,
-    bootstrap_worst,
-    class_means,
-    design_effect,
-    grouped_rank_correlation,
-    hit_counts_matching_printed,
-    hit_counts_matching_printed_mean_sd,
-    holm,
-    null_lead_probability,
-    paired_test,
-    required_queries,
-    variance_components,
-)
 from ega.method.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
 from ega.method.closed_form import (
     WCCN,
@@ -112,7 +96,7 @@ def make_calls(folder):
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
     pairs = dict(queries=x, documents=x[:, ::-1].copy(), pairs=np.column_stack([np.arange(120), np.arange(120)]))
-    matrix, near, out = np.eye(8, dtype="float32"), knn(x, x, 3), lambda name: str(folder / name)
+    matrix, out = np.eye(8, dtype="float32"), lambda name: str(folder / name)
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
     (folder / "file").write_text("a file, where a folder is needed")
@@ -204,12 +188,7 @@ def make_calls(folder):
             (fitted.to_onnx, {"path": out("a.onnx")}, {"path": (*PATHS, out("a.npy"))}),
         ],
         "gain.estimate_gain": [
-            (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS, "random_state": NUMBERS}),
-            (
-                estimate_gain,
-                {"X": x, "y": y},
-                {"max_unseen_loss": settings["max_unseen_loss"], "unseen_share": NUMBERS},
-            ),
+            (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
         ],
         "selection.select_adapter": [
             (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
@@ -290,74 +269,6 @@ def make_calls(folder):
         ],
         "measure.evaluation.evaluate": [
             (evaluate, dict(estimator=fitted, X=x, y=y), {"estimator": OBJECTS, "X": MATRICES, "y": LABELS}),
-            (evaluate, dict(estimator=fitted, X=x, y=y), {"random_state": NUMBERS, "confidence": NUMBERS}),
-        ],
-        "measure.search.knn": [
-            (knn, dict(xq=x, xb=x, k=3), {"xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "device": DEVICES})
-        ],
-        "measure.search.ivf_sweep": [
-            (
-                ivf_sweep,
-                dict(xq=x, xb=x, nlist=4, nprobes=[1], k=3),
-                {"xq": MATRICES, "xb": MATRICES, "nlist": NUMBERS, "k": NUMBERS, "kmeans_seed": (*NUMBERS, 2**31)}
-                | {"nprobes": (None, 3, "x", ["a"], [1.5], [[1]], [0], object(), len, np.ones(1))},
-            ),
-            (
-                ivf_search,
-                dict(index=build_ivf(x, nlist=4), xq=x, xb=x, k=3, nprobe=2),
-                {"index": OBJECTS, "xq": MATRICES, "xb": MATRICES, "k": NUMBERS, "nprobe": NUMBERS},
-            ),
-        ],
-        "measure.metrics.lp_at_k": [
-            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": OBJECTS, "yb": LABELS, "yq": LABELS}),
-            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"neighbours": wrong_pairs(*near)}),
-            (lp_at_k, dict(neighbours=near, yb=y, yq=y), {"k": NUMBERS, "tol": (*NUMBERS[:-3], -1)}),
-            (loo_lp_at_k, data, {"x": MATRICES, "y": LABELS, "k": NUMBERS, "extra": NUMBERS}),
-            (pair_separation, dict(pos=[0.5], neg=[1.5]), dict.fromkeys(("pos", "neg"), VALUES)),
-            (pair_distances, data | {"rng": rng}, {"x": MATRICES, "y": LABELS, "rng": OBJECTS, "n_pairs": NUMBERS}),
-        ],
-        "measure.metrics.ar_at_k": [
-            (ar_at_k, dict(approx=near, exact=near), {"approx": OBJECTS, "exact": OBJECTS, "k": NUMBERS}),
-            (ar_at_k, dict(approx=near, exact=near), dict.fromkeys(("approx", "exact"), wrong_pairs(*near))),
-            (ar_at_k, dict(approx=near, exact=near), {"tol": (*NUMBERS[:-3], -1)}),
-        ],
-        "measure.statistics.bootstrap": [
-            (
-                bootstrap,
-                dict(values=x[:, 0], classes=y, rng=np.random.default_rng(0)),
-                {"values": (None, 3, "x", [], ["a"], [[1], [2, 3]], object(), len, x[:, 0] + 1j), "classes": LABELS}
-                | {"rng": OBJECTS, "n_boot": (*NUMBERS, 10**12), "confidence": NUMBERS},
-            ),
-            (class_means, dict(values=x[:, 0], classes=y), {"values": VALUES, "classes": LABELS}),
-            (design_effect, dict(differences=x[:, 0], classes=y), {"differences": VALUES, "classes": LABELS}),
-            (paired_test, {"differences": [x[:, 0]]}, {"differences": (*VALUES, [VALUES]), "confidence": NUMBERS}),
-            (holm, {"p": [0.1, 0.2]}, {"p": (*VALUES, [2])}),
-            (bootstrap_worst, dict(benchmarks=[(x[:, 0], y)], rng=rng), {"benchmarks": VALUES, "rng": OBJECTS}),
-            (bootstrap_worst, dict(benchmarks=[(x[:, 0], y)], rng=rng), {"n_boot": NUMBERS, "confidence": NUMBERS}),
-            (
-                variance_components,
-                dict(benchmarks=[([x[:, :2].T] * 2, [y] * 2)], rng=rng),
-                {"benchmarks": VALUES, "rng": OBJECTS, "confidence": NUMBERS, "n_draws": NUMBERS},
-            ),
-            (
-                required_queries,
-                dict(lead=0.1, label_precision=0.5, correlation=0.5),
-                dict.fromkeys(("lead", "label_precision", "correlation"), (*NUMBERS[:-2], -2, len))
-                | dict.fromkeys(("significance", "power", "design_effect"), (*NUMBERS[:-3], -1, 0, len)),
-            ),
-            (
-                null_lead_probability,
-                dict(lead=1, n_queries=9, label_precision=0.5, correlation=0.5),
-                dict.fromkeys(("lead", "n_queries"), NUMBERS)
-                | dict.fromkeys(("label_precision", "correlation"), (*NUMBERS[:-2], -2)),
-            ),
-            (hit_counts_matching_printed, dict(printed="0.5", n_queries=9), {"printed": NUMBERS, "n_queries": NUMBERS}),
-            (
-                hit_counts_matching_printed_mean_sd,
-                dict(mean="0.5", sd="0.1", n_queries=9),
-                dict.fromkeys(("mean", "sd", "n_queries", "n_seeds"), NUMBERS),
-            ),
-            (grouped_rank_correlation, dict(a=[1, 2], b=[1, 2]), dict.fromkeys(("a", "b"), VALUES[:-1])),
         ],
         "deploy.report.write_report": [
             (
@@ -486,18 +397,11 @@ def make_calls(folder):
             (
                 Monitor.fit,
                 dict(reference=x, adapter=matrix, k=3, horizon=10),
-                {"reference": MATRICES, "adapter": OBJECTS, "gallery": MATRICES[1:], "k": NUMBERS}
-                | {"significance": NUMBERS, "horizon": NUMBERS},
-            ),
-            (
-                Monitor,
-                dict(adapter=matrix, gallery=x, reference=monitor.reference, k=3, horizon=10),
-                {"adapter": OBJECTS, "gallery": MATRICES, "batches_checked": NUMBERS}
-                | {"reference": (*OBJECTS, {"a": x[:, 0]}, *({"displacement": v} for v in (3, "b", x, [np.nan])))},
+                {"reference": MATRICES, "adapter": OBJECTS, "gallery": MATRICES[1:]},
             ),
             (monitor.check, {"batch": x[:20]}, {"batch": MATRICES}),
-            (monitor.save, {"folder": out("monitor2")}, {"folder": (*PATHS, out("file"))}),
-            (Monitor.load, {"folder": out("monitor")}, {"folder": (*PATHS, out("file")), "adapter": OBJECTS[1:]}),
+            (monitor.save, {"folder": out("monitor2")}, {"folder": (out("file"),)}),
+            (Monitor.load, {"folder": out("monitor")}, {"folder": (out("file"),), "adapter": OBJECTS[1:]}),
         ],
     }
 
@@ -585,10 +489,8 @@ def calls(tmp_path_factory):
     return make_calls(folder) | make_store_calls(folder)
 
 
-NOT_HERE = {
-    "method.losses.supcon"
-}  # its arguments are checked where training begins
-NAMES = [name for names in api.TASKS.values() for name in names if name not in NOT_HERE]
+BELOW = ("method.", "measure.search", "measure.metrics", "measure.statistics")  # they trust their arrays
+NAMES = [name for names in api.TASKS.values() for name in names if not name.startswith(BELOW)]
 
 
 @pytest.mark.parametrize("name", NAMES)
