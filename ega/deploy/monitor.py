@@ -17,10 +17,10 @@ import numpy as np
 
 from ..data.arrays import InputError
 from ..data.files import atomic_write, make_folder, read_json, read_npz
-from .index import as_transform, load_transform, save_transform, with_columns
 from ..measure.evaluation import hash_rows
 from ..measure.metrics import displacement
 from ..measure.search import knn
+from ..method.interface import as_adapter, read_adapter, write_adapter
 
 # %% ../../nbs/deploy/08_monitor.ipynb #signals
 DRIFT_SIGNALS = {  # name: description in messages
@@ -32,13 +32,13 @@ DRIFT_SIGNALS = {  # name: description in messages
 
 def query_signals(
     x: np.ndarray,  # (n, d) raw queries; rows of any norm but 0, here and in the gallery
-    adapter: Any,  # anything ega.deploy.index.as_transform accepts
+    adapter: Any,  # anything ega.method.interface.as_adapter accepts
     gallery: np.ndarray,  # (m, d) raw embeddings of the gallery, m >= k
     *,
     k: int = 10,  # neighbours compared
 ) -> dict[str, np.ndarray]:  # name -> (n,) float64; without displacement where the adapter changes the dimension
     "Signals of queries that need no labels."
-    m = as_transform(adapter)
+    m = as_adapter(adapter)
     x, gallery = m.unit_rows(x), m.unit_rows(gallery, "gallery")
     if not 1 <= k <= len(gallery):
         raise InputError(f"the gallery must have at least k = {k} rows, got {len(gallery)}")
@@ -164,7 +164,7 @@ def _write_monitor(monitor, folder):
         raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}")
     about = {"fingerprint": monitor.adapter.fingerprint, "signals": list(monitor.reference)}
     about |= {"columns": monitor.adapter.columns} | {name: getattr(monitor, name) for name in _SETTINGS}
-    written = save_transform(monitor.adapter, folder)
+    written = write_adapter(monitor.adapter, folder)
     for old in {*folder.glob("*.safetensors")} - {folder / name for name in written}:
         old.unlink()  # of the monitor that is replaced
     with atomic_write(folder / "monitor.npz") as temporary, open(temporary, "wb") as f:
@@ -180,7 +180,7 @@ def _read_monitor(folder, adapter):
     about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
     arrays = read_npz(folder / "monitor.npz", ("gallery", "reference"), "what Monitor.save writes")
     names, settings = about.get("signals"), {name: about.get(name) for name in _SETTINGS}
-    m = with_columns(load_transform(folder, str(about.get("fingerprint")), adapter), about.get("columns"), path)
+    m = read_adapter(folder, str(about.get("fingerprint")), adapter, columns=about.get("columns"))
     expected = [name for name in DRIFT_SIGNALS if name != "displacement" or m.output_dim == m.input_dim]
     gallery, reference = arrays["gallery"], arrays["reference"]
     is_whole = [type(value) for value in settings.values()] == list(_SETTINGS.values()) and names == expected
@@ -221,7 +221,7 @@ class Monitor:
 
     def __init__(
         self,
-        adapter: Any,  # anything ega.deploy.index.as_transform accepts
+        adapter: Any,  # anything ega.method.interface.as_adapter accepts
         gallery: np.ndarray,  # (m, d) raw embeddings
         reference: dict[str, np.ndarray],  # from query_signals, of the reference queries
         *,
@@ -231,7 +231,7 @@ class Monitor:
         batches_checked: int = 0,  # so far
     ):
         _check_power(len(reference["nearest_distance"]), significance, horizon)
-        self.adapter = as_transform(adapter)
+        self.adapter = as_adapter(adapter).one_side
         self.gallery = self.adapter.unit_rows(gallery, "gallery")
         self.reference, self.k = reference, int(k)
         self.significance, self.horizon = float(significance), int(horizon)
@@ -249,7 +249,7 @@ class Monitor:
             Raw queries like those to come; none of them in the gallery, and none used for fitting an
             `EmbeddingAdapter`. The columns of a DataFrame are checked as in `EmbeddingAdapter.transform`.
         adapter : adapter
-            Anything `ega.deploy.index.as_transform` accepts.
+            Anything `ega.method.interface.as_adapter` accepts.
         gallery : (m, d) array, optional
             Raw embeddings of the gallery or a sample of them; by default every other row of `reference`,
             without those that are equal to one of the other half.
@@ -261,7 +261,7 @@ class Monitor:
             Number of batches for which the bound holds. It holds for any `horizon` batches in a row; over a
             longer time a false alarm becomes more probable.
         """
-        fitted_on, adapter = getattr(adapter, "fit_row_hashes_", ()), as_transform(adapter)
+        fitted_on, adapter = getattr(adapter, "fit_row_hashes_", ()), as_adapter(adapter).one_side
         reference = adapter.unit_rows(reference, "reference")
         _refuse_rows(reference, fitted_on, "that the adapter was fitted on")
         if gallery is None:

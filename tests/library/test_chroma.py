@@ -18,7 +18,7 @@ chromadb = pytest.importorskip("chromadb", reason="needs Chroma, which is no par
 
 from chroma_functions import Stored
 
-from ega.deploy.chroma import AdaptedEmbeddingFunction, open_collection
+from ega.deploy.wrappers import AdaptedEmbeddingFunction, open_collection
 
 N_QUERIES = 20
 EXACT = {"hnsw": {"ef_search": 2000, "ef_construction": 400, "max_neighbors": 64}}
@@ -93,7 +93,7 @@ def test_a_collection_is_opened_again_in_another_process(tmp_path):
     found = search(fill(chromadb.PersistentClient(str(tmp_path / "db"), settings()), "reopened", function))
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-import chromadb, chroma_functions, ega.deploy.chroma, json
+import chromadb, chroma_functions, ega.deploy.wrappers, json
 client = chromadb.PersistentClient({str(tmp_path / "db")!r}, chromadb.Settings(anonymized_telemetry=False))
 collection = client.get_collection("reopened")
 texts = list(map(str, range({N_QUERIES})))

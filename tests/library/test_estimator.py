@@ -197,16 +197,17 @@ def test_one_bar_ends_with_the_fit_on_all_rows(capfd):
 
 def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     "Estimator, evaluation, file and index; unit rows of float32 keep their bits."
-    from ega.deploy.index import AdaptedIndex, as_transform
+    from ega.deploy.index import AdaptedIndex
     from ega.deploy.transform import transform_file
+    from ega.method.interface import as_adapter
 
     e, x, y = fitted
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
     z = transform(e.adapter_, x)
     assert np.array_equal(e.transform(x), z)
-    m = as_transform(e)
+    m = as_adapter(e)
     assert np.array_equal(m.transform(x), normalize(x @ m.matrix.T + m.offset)) and e.adapter_.bias
-    results = {"estimator": e.transform(long), "index": as_transform(e).transform(long)}
+    results = {"estimator": e.transform(long), "index": as_adapter(e).transform(long)}
     for name, rows in (("x", x), ("long", long)):
         np.save(tmp_path / f"{name}.npy", rows)
         e.save(tmp_path / "a")

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ega.data.arrays import InputError, normalize
-from ega.deploy.index import as_transform
 from ega.deploy.monitor import Monitor, drift_test, permutation_test, query_signals
 from ega.estimator import EmbeddingAdapter
 from ega.method.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.method.closed_form import WCCN, LDAMap
+from ega.method.interface import as_adapter
 from ega.testing import error_message
 
 D = 12
@@ -39,7 +39,7 @@ with torch.no_grad():
     "adapter", (WHITE, MLP, LDAMap(4).fit(gallery, y), AFFINE), ids=("whitening", "mlp", "narrow", "affine")
 )
 def test_signals_by_brute_force(adapter):
-    x, m = unit(30, 1), as_transform(adapter)
+    x, m = unit(30, 1), as_adapter(adapter)
     found, z, zb = (
         query_signals(x, adapter, gallery, k=7),
         (transform(adapter, x, device="cpu") if adapter is AFFINE else m.transform(x)).astype("f8"),
