@@ -77,7 +77,7 @@ def _check_store_path(args):
 
     if "://" in args.store:
         raise InputError(
-            f"{args.store}: expected {_STORE}; a server is migrated and searched in Python (ega.deploy.qdrant)"
+            f"{args.store}: expected {_STORE}; a server is migrated and searched in Python (ega.deploy.stores)"
         )
     path = Path(args.store)
     is_adapter = _holds_adapter(path)
@@ -1021,9 +1021,9 @@ def _check_description(path):
 
 def _side_file(folder, side):
     "Check both sides of an adapter of pairs against their description, and return the weights file of one."
-    from ega.deploy.index import as_search_transforms
+    from ega.method.interface import as_adapter
 
-    as_search_transforms(folder)
+    as_adapter(folder)
     return Path(folder) / ("adapter.queries.safetensors" if side == "query" else "adapter.documents.safetensors")
 
 
@@ -1050,13 +1050,25 @@ def _transform(args):
 # %% ../nbs/deploy/10_cli.ipynb #migrate
 def _migrate(args):
     "Write adapted vectors beside the active ones of a store; activate them on request."
-    migrate = {"LanceDB": _migrate_table, "Qdrant": _migrate_collection, "FAISS": _migrate_index}
-    result = migrate[_store_kind(args)](args, Path(args.store))
+    from ega.deploy.stores import open_store
+
+    options = {name: getattr(args, name) for name in ("column", "index_factory") if getattr(args, name) is not None}
+    with open_store(args.store, collection=args.collection) as store:
+        previous, version = store.active, args.activate
+        if not isinstance(version, str):
+            version = store.migrate(args.adapter, args.vectors, progress=_show_progress(args), **options)
+        if args.activate:
+            store.activate(version)
+        result = {"version": version, "rows": store.count(version), "previous": previous, "active": store.active}
+        result |= store.changes._asdict() if store.changes else {}
+        nothing_to_do = version == store.frozen and not isinstance(args.activate, str)
     if args.json:
         print(json.dumps(result))
         return
     text = f"{result['rows']} rows in {result['version']}; active: {result['active'] or 'none'}"
-    if result["version"] == "vector" and not isinstance(args.activate, str):
+    if "added" in result:
+        text = f"{result['added']} added, {result['updated']} updated, {result['kept']} kept; {text}"
+    if nothing_to_do:
         text = f"the documents are not changed by this adapter, so there is nothing to migrate; {text}"
     if result["active"] != result["version"]:
         text += " (--activate activates the new ones)"
@@ -1064,95 +1076,6 @@ def _migrate(args):
         text += f", before: {result['previous']}"
     print(text)
 
-
-def _read_new_rows(args):
-    "Read the embedding set of --vectors; refuse another width than the adapter expects."
-    from ega.data.packs import read_pack
-    from ega.deploy.index import as_search_transforms
-
-    es = read_pack(args.vectors)
-    _check_width(args.vectors, es.dim, as_search_transforms(args.adapter).documents.input_dim)
-    return es
-
-
-def _migrate_table(args, store):
-    "Migrate a LanceDB table, or activate a column of it."
-    from ega.deploy.lance import activate, active_column, migrate_table, open_table, write_table
-
-    progress = _show_progress(args)
-    table = write_table(store, _read_new_rows(args), progress=progress) if args.vectors else open_table(store)
-    previous = active_column(table)
-    if isinstance(args.activate, str):
-        version = args.activate
-    else:
-        version = migrate_table(table, args.adapter, progress=progress)
-    if args.activate:
-        activate(table, version)
-    rows = table.count_rows(f"{version} IS NOT NULL")
-    return {"version": version, "rows": rows, "previous": previous, "active": active_column(table)}
-
-
-def _migrate_collection(args, store):
-    "Migrate a Qdrant collection, or activate one of its vectors; the raw one, which may have no name, is `vector`."
-    from contextlib import closing
-
-    from ega.deploy import qdrant
-
-    progress = _show_progress(args)
-    new_rows = _read_new_rows(args) if args.vectors else None
-    with closing(qdrant.open_client(store)) as client:
-        if new_rows is not None:
-            qdrant.write_collection(client, args.collection, new_rows, progress=progress)
-        raw = qdrant.raw_vector(client, args.collection)
-
-        def active():
-            return qdrant.active_vector(client, args.collection, vector=raw)
-
-        previous = active()
-        if isinstance(args.activate, str):
-            version = raw if args.activate == "vector" else args.activate
-        else:
-            version = qdrant.migrate_collection(client, args.collection, args.adapter, vector=raw, progress=progress)
-        if args.activate:
-            qdrant.activate(client, args.collection, version, vector=raw)
-        rows = qdrant.count_points(client, args.collection, version)
-        shown = {"version": version, "previous": previous, "active": active()}
-        return {"rows": rows} | {key: "vector" if name == raw else name for key, name in shown.items()}
-
-# %% ../nbs/deploy/10_cli.ipynb #ab9eaca0
-def _migrate_index(args, store):
-    "Migrate a folder of FAISS indexes, or activate a version of it."
-    from ega.deploy.index import IndexStore
-
-    indexes = IndexStore(store)
-    previous = indexes.current
-    version = args.activate if isinstance(args.activate, str) else _build_index(args, indexes)
-    if args.activate:
-        indexes.activate(version)
-    rows = len(indexes.open(version))
-    return {"version": version, "rows": rows, "previous": previous, "active": indexes.current}
-
-
-def _build_index(args, indexes):
-    "Build the version of an adapter from --vectors; one that exists needs none. Returns its name."
-    from ega.data.arrays import InputError
-    from ega.deploy.index import as_search_transforms
-
-    if args.vectors:
-        return indexes.migrate(
-            args.adapter,
-            args.vectors,
-            column=args.column,
-            index_factory=args.index_factory or "Flat",
-            progress=_show_progress(args),
-        )
-    version = as_search_transforms(args.adapter).fingerprint[:16]
-    if version not in indexes.versions():
-        raise InputError(
-            f"{indexes.folder} holds no version of this adapter, and a FAISS index does not keep the vectors to adapt; "
-            "name their file with --vectors (for a LanceDB table give FOLDER/NAME.lance)"
-        )
-    return version
 
 # %% ../nbs/deploy/10_cli.ipynb #asked
 def _read_queries(args):
@@ -1189,38 +1112,15 @@ def _list_hits(names, found):
     return hits
 
 # %% ../nbs/deploy/10_cli.ipynb #search
-def _search_table(args, store, x):
-    "Search a LanceDB table."
-    from ega.deploy.lance import AdaptedTable, open_table
-
-    table = AdaptedTable(open_table(store), args.adapter)
-    return table.search(x, max(1, min(args.k, table.table.count_rows())), where=args.where)
-
-
-def _search_collection(args, store, x):
-    "Search a Qdrant collection."
-    from contextlib import closing
-
-    from ega.deploy.qdrant import AdaptedCollection, open_client, raw_vector
-
-    with closing(open_client(store)) as client:
-        raw = raw_vector(client, args.collection)
-        return AdaptedCollection(client, args.collection, args.adapter, vector=raw).search(x, args.k)
-
-
-def _search_index(args, store, x):
-    "Search the active one of a folder of FAISS indexes."
-    from ega.deploy.index import IndexStore
-
-    index = IndexStore(store).open(adapter=args.adapter)
-    return index.search(x, max(1, min(args.k, len(index))))
-
-
 def _search(args):
     "Print the nearest rows of a store for each query."
+    from ega.deploy.stores import open_store
+
     x, names = _read_queries(args)
-    search = {"LanceDB": _search_table, "Qdrant": _search_collection, "FAISS": _search_index}
-    hits = _list_hits(names, search[_store_kind(args)](args, Path(args.store), x))
+    options = {} if args.where is None else {"where": args.where}
+    with open_store(args.store, collection=args.collection) as store:
+        k = max(1, min(args.k, store.count(None)))  # the result has k columns
+        hits = _list_hits(names, store.search(args.adapter, x, k, **options))
     if args.json:
         print(json.dumps(hits))
         return

@@ -197,7 +197,7 @@ class Store:
             holds = "frozen embeddings" if is_raw else f"embeddings adapted by {str(made_by)[:12]}"
             raise InputError(
                 f"the active version {version!r} holds {holds}, not those of this adapter, "
-                f"{a.documents.fingerprint[:12]}; activate the version that migrate returns for it"
+                f"{a.documents.fingerprint[:12]}; migrate and activate its version (`ega migrate ADAPTER STORE --activate`)"
             )
         n, found = self.count(None), self.count(version)
         if found < n:
@@ -511,7 +511,10 @@ class QdrantStore(Store):
     def _prepare(self, es):
         if not self.client.collection_exists(self.collection):
             params = self._models.VectorParams(size=es.dim, distance=self._models.Distance.COSINE)
-            self.client.create_collection(self.collection, vectors_config=params, metadata={"ega_id_key:": "id"})
+            try:
+                self.client.create_collection(self.collection, vectors_config=params, metadata={"ega_id_key:": "id"})
+            except ValueError as error:
+                raise InputError(f"there can be no collection {self.collection!r} ({short_error(error)})") from error
         if self._metadata("ega_id_key", "") != "id":
             raise InputError(f"the points of {self.collection!r} have ids of their own; add points with Qdrant")
         _check_width(self._width(), es.dim)
