@@ -319,7 +319,7 @@ def test_nothing_is_migrated_for_an_adapter_of_queries(documents):
     found = AdaptedTable(documents, adapter).search(cranfield.XQ)
     assert cranfield.ndcg(found.I) == pytest.approx(cranfield.ndcg(cranfield.DOCUMENT_IDS[expected.I]), abs=1e-9)
     assert np.abs(found.D - expected.D).max() < 1e-5
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="'vector' must have 3 numbers per row"):
         AdaptedTable(documents, np.eye(3, dtype="f4"))
 
 
@@ -341,5 +341,5 @@ def test_two_raw_columns_are_adapted_apart(tmp_path):
         found = AdaptedTable(table, WHITENING, vector_column=raw).search(xq, 3)
         m = as_transform(WHITENING)
         assert np.array_equal(found.I, knn(m.transform(xq), m.transform(vectors), 3).I)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no vectors adapted by ega from 'title'"):
         activate(table, body, "title")

@@ -96,11 +96,11 @@ def test_wrong_adapters_are_refused(adapter):
 def test_embeddings_of_another_width_are_refused():
     adapted = AdaptedEmbeddings(Stored(), np.eye(3, dtype="float32"))
     for call in (lambda: adapted.embed_query("q0"), lambda: adapted.embed_documents(list(DOCUMENTS)[:2])):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="must have 3 columns, got 384"):
             call()
 
 
 @pytest.mark.parametrize("embeddings", [None, "all-MiniLM-L6-v2", Stored, object()])
 def test_what_are_no_embeddings_of_langchain_is_refused(embeddings):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="embeddings must be LangChain embeddings"):
         AdaptedEmbeddings(embeddings, cranfield.fitted("two"))

@@ -103,11 +103,11 @@ def test_wrong_adapters_are_refused(adapter):
 def test_embeddings_of_another_width_are_refused():
     adapted = AdaptedEmbedding(Stored(), np.eye(3, dtype="float32"))
     for call in (lambda: adapted.get_query_embedding("q0"), lambda: adapted.get_text_embedding_batch(["1", "2"])):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="must have 3 columns, got 384"):
             call()
 
 
 @pytest.mark.parametrize("embedding", [None, "all-MiniLM-L6-v2", Stored, object()])
 def test_what_is_no_embedding_of_llamaindex_is_refused(embedding):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="embedding must be an embedding of LlamaIndex"):
         AdaptedEmbedding(embedding, cranfield.fitted("two"))

@@ -224,7 +224,7 @@ def test_two_raw_vectors_are_adapted_apart():
         m = as_transform(WHITENING)
         found = AdaptedCollection(client, "c", WHITENING, vector=vector).search(xq, 3)
         assert np.array_equal(found.I, knn(m.transform(xq), m.transform(rows), 3).I)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="was not adapted by ega from the vector 'title'"):
         activate(client, "c", names[1], vector="title")
 
 
@@ -325,17 +325,17 @@ def test_a_damaged_folder_is_one_sentence(tmp_path, file):
     texts = (b"", b"{", b"[]", b'{"collections": {"c": 3}, "aliases": {}}', b"junk" * 300, whole[: len(whole) // 2])
     for content in texts if file == "meta.json" else texts[-2:]:
         (tmp_path / "q" / file).write_bytes(content)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="expected a folder of Qdrant, but it cannot be opened"):
             open_client(tmp_path / "q")
 
 
 def test_a_vector_that_ega_did_not_make_is_not_activated(client):
     dense = models.DenseVectorConfig(size=D, distance=COSINE)
     client.create_vector_name("c", "theirs", models.DenseVectorNameConfig(dense=dense))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="was not adapted by ega"):
         activate(client, "c", "theirs")
     several = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
     params = models.VectorParams(size=D, distance=COSINE, multivector_config=several)
     client.create_collection("several", vectors_config=params)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="got several"):
         migrate_collection(client, "several", WHITENING)
