@@ -360,8 +360,7 @@ def make_calls(folder):
                 evaluate_ranking,
                 dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
                 {"I": (*VALUES, [[1.5, 2]], [[-2, 1], [1, 2]]), "pairs": VALUES, "k": (*NUMBERS, 3)}
-                | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len), "n_boot": NUMBERS}
-                | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
+                | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len)},
             ),
         ],
         "pairs.select_pair_adapter": [
