@@ -101,6 +101,15 @@ def exported(
     return name and name[1], description[1]
 
 
+def chapters(
+    root,  # of the repository
+):  # {group: [(title, path)]}
+    "The table of chapters in docs/index.md."
+    section = (root / "docs/index.md").read_text().partition("## The chapters")[2]
+    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
+    return {group: re.findall(r"\[([^\]]+)\]\(\.\./(nbs/[^)]+)\)", links) for group, links in rows}
+
+
 def modules(
     chapters,  # {group: [(title, path)]}
     root,  # of the repository
@@ -217,7 +226,7 @@ def write(
             )
     modules_there = (f.relative_to(root / "ega").with_suffix("") for f in (root / "ega").rglob("[a-z]*.py"))
     if missing := {f"{'.'.join(m.parts)}.md" for m in modules_there} - set(pages):
-        raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
+        raise ValueError(f"no chapter of docs/index.md exports {', '.join(sorted(missing))}")
     pages["modules.md"] = "# API\n\nThe main objects by task, then one page for each module.\n\n" + "\n".join(
         [*tasks(), *lists]
     )
