@@ -101,6 +101,15 @@ def exported(
     return name and name[1], description[1]
 
 
+def chapters(
+    root,  # of the repository
+):  # {group: [(title, path)]}
+    "The table of chapters in docs/index.md."
+    section = (root / "docs/index.md").read_text().partition("## The chapters")[2]
+    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
+    return {group: re.findall(r"\[([^\]]+)\]\(\.\./(nbs/[^)]+)\)", links) for group, links in rows}
+
+
 def modules(
     chapters,  # {group: [(title, path)]}
     root,  # of the repository
@@ -153,27 +162,24 @@ TASKS = {
         *(f"data.relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
     "Other libraries": (
-        *(
-            "deploy.langchain.AdaptedEmbeddings",
-            "deploy.llamaindex.AdaptedEmbedding",
-            "deploy.chroma.AdaptedEmbeddingFunction",
-        ),
-        *("deploy.qdrant.write_collection", "deploy.qdrant.migrate_collection", "deploy.qdrant.AdaptedCollection"),
+        "deploy.wrappers.AdaptedEmbeddings",
+        "deploy.wrappers.AdaptedEmbedding",
+        "deploy.wrappers.AdaptedEmbeddingFunction",
     ),
     "Deploy and monitor": (
         "deploy.transform.transform_file",
         "deploy.index.AdaptedIndex",
-        "deploy.index.IndexStore",
+        "deploy.stores.open_store",
+        "deploy.stores.IndexStore",
         "deploy.monitor.Monitor",
     ),
 }
 
-# module -> package without which its classes cannot be used
+# class -> package without which it cannot be used
 NEEDS = {
-    "deploy.langchain": "langchain_core",
-    "deploy.llamaindex": "llama_index",
-    "deploy.qdrant": "qdrant_client",
-    "deploy.chroma": "chromadb",
+    "deploy.wrappers.AdaptedEmbeddings": "langchain_core",
+    "deploy.wrappers.AdaptedEmbedding": "llama_index",
+    "deploy.wrappers.AdaptedEmbeddingFunction": "chromadb",
 }
 
 
@@ -217,7 +223,7 @@ def write(
             )
     modules_there = (f.relative_to(root / "ega").with_suffix("") for f in (root / "ega").rglob("[a-z]*.py"))
     if missing := {f"{'.'.join(m.parts)}.md" for m in modules_there} - set(pages):
-        raise ValueError(f"no chapter of README.md exports {', '.join(sorted(missing))}")
+        raise ValueError(f"no chapter of docs/index.md exports {', '.join(sorted(missing))}")
     pages["modules.md"] = "# API\n\nThe main objects by task, then one page for each module.\n\n" + "\n".join(
         [*tasks(), *lists]
     )

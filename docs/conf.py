@@ -41,13 +41,6 @@ html_additional_pages = {"index": "front.html"}  # the root of the site leads to
 html_copy_source = html_show_sphinx = False
 
 
-def chapters():
-    "The groups of chapters in README.md: {group: [(title, path)]}."
-    section = (root / "README.md").read_text().partition("## The chapters")[2]  # another table leads to a chapter, too
-    rows = re.findall(r"^\| ([^|]+) \| (\[[^|]+\.ipynb\)[^|]*) \|$", section, re.M)
-    return {group: re.findall(r"\[([^\]]+)\]\((nbs/[^)]+)\)", links) for group, links in rows}
-
-
 def toctrees():
     "A table of contents for each group of chapters."
     return "\n\n".join(
@@ -61,7 +54,7 @@ def toctrees():
                 "```",
             ]
         )
-        for group, of in chapters().items()
+        for group, of in api.chapters(root).items()
     )
 
 
@@ -121,7 +114,7 @@ def setup(app):
     from pygments.lexers.sql import PostgresLexer
 
     app.add_lexer("sql", PostgresLexer)  # $1 is no error
-    api.write(root / "docs/api", chapters(), root)
+    api.write(root / "docs/api", api.chapters(root), root)
     app.add_html_math_renderer("mathml", (mathml.inline, None), (mathml.block, None))
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", api.explain)

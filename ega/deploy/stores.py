@@ -711,12 +711,28 @@ class IndexStore(Store):
         return self.open(adapter=adapter).search(xq, k, **options)
 
 # %% ../../nbs/deploy/03_stores.ipynb #open-store
-def open_store(
-    path: Path | str,  # FOLDER/NAME.lance, a folder of Qdrant, or a folder of FAISS indexes
-    *,
-    collection: str | None = None,  # of Qdrant
-) -> Any:  # LanceStore, QdrantStore or IndexStore
-    "Open a store, whose kind follows from the path; a new one is made when something is written."
+def open_store(path: Path | str, *, collection: str | None = None) -> Any:
+    """Open a store, whose kind follows from the path; a new one is made when something is written.
+
+    Parameters
+    ----------
+    path : path
+        ``FOLDER/NAME.lance``, a folder of FAISS indexes or, with `collection`, of Qdrant.
+    collection : str, optional
+        Name of a collection of Qdrant. For a server make a `QdrantStore` of its client.
+
+    Returns
+    -------
+    LanceStore, QdrantStore or IndexStore
+        Close it after use, or open it in a ``with`` block.
+
+    Examples
+    --------
+    >>> from ega.deploy.stores import open_store
+    >>> with open_store("no such folder") as store:
+    ...     store.versions()
+    []
+    """
     path = check_path(path)
     if path.suffix == ".lance":
         if collection is not None:

@@ -314,10 +314,12 @@ def _read_checkpoint(path: Path, owner: str) -> tuple[dict[str, torch.Tensor], d
     from safetensors import SafetensorError, safe_open
 
     try:
+        if not path.is_file():  # a pipe or a device would block
+            raise OSError("it is no file")
         with safe_open(path, "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
             header = json.loads((f.metadata() or {})["ega"])
-        found = header["owner"]
+        found, header["epoch"], header["seconds"] = header["owner"], int(header["epoch"]), float(header["seconds"])
     except (SafetensorError, *READ_ERRORS) as error:
         raise InputError(f"{path} is no readable checkpoint ({short_error(error)}); delete it to start anew") from error
     if found != owner:

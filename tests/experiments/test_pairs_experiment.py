@@ -166,7 +166,7 @@ def test_splits(kind):
     assert len(np.unique(few.train_pairs[:, 0])) == 10 and np.array_equal(few.test_queries, split.test_queries)
     assert np.isin(few.train_pairs[:, 0], split.train_pairs[:, 0]).all()
     assert np.array_equal(few.new, ~np.isin(owner, few.train_pairs[:, 1]))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="own, query or document"):
         make_split(relevance, "class", 3)
 
 

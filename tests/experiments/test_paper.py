@@ -369,7 +369,7 @@ def test_runs_with_different_indexes_raise(tmp_path):
         return f
 
     store(tmp_path / "r", "in_distribution", grids.GRIDS["quick"]["in_distribution"].configs(), other_index)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="nlist"):
         paper.build(tmp_path / "r", tmp_path / "out")
 
 
@@ -383,7 +383,7 @@ def test_tables_of_other_results_raise(stored, built, tmp_path):
         for name in ("02_verdicts", "03_figures"):
             with (
                 paper.environment(PAGES, EGA_RESULTS=stored[0], EGA_PAPER=folder),
-                pytest.raises(InputError),
+                pytest.raises(InputError, match="tables"),
             ):
                 paper.run_notebook(PAGES / f"{name}.ipynb")
 

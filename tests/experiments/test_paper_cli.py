@@ -91,7 +91,7 @@ def test_rerun_fails_at_other_digits(root, monkeypatch, capsys, tmp_path):
 
 def test_find_repository_from_a_folder_inside_and_outside(root, tmp_path):
     assert cli.find_repository(root / "data" / "packs") == root
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="clone"):
         cli.find_repository(tmp_path)
 
 

@@ -150,7 +150,7 @@ def test_released_splits_have_the_published_counts_and_classes(packs, name, benc
     p, b = PUBLISHED_EXPERIMENTS[name].protocol, PAPER_BENCHMARKS[benchmark]
     if p.leak:
         assert set(s.seen_queries) <= set(s.fit) and len(s.fit) == es.n
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="fit and seen_queries share"):
             s.check(es.y)
     elif PUBLISHED_EXPERIMENTS[name].task == "in_distribution":
         assert not set(s.fit) & set(s.seen_queries)
@@ -243,7 +243,7 @@ def test_every_released_experiment_is_tested():
 
 def test_unnormalised_rows_are_refused(packs):
     base = next(c for _, c in one_of_each() if c.train is None)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="packs hold unit rows"):
         run_experiment(replace(base, protocol="released/E2", task="in_distribution"), packs)
 
 
@@ -355,7 +355,7 @@ def test_evaluate_neighbours_equals_a_loop():
     assert last.any() and np.allclose(
         evaluate_neighbours(Neighbours(D, I), Neighbours(D, E), yb, yq, 6, "as_returned")[0][::3] - miss, last * 2 / 6
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="tie_rule"):
         evaluate_neighbours(Neighbours(D, I), Neighbours(D, E), yb, yq, 1, "unknown")
 
 
@@ -382,9 +382,9 @@ def test_row_rules():
     assert np.array_equal(
         np.concatenate(split_rows(y, (0.75, 0.25), "permutation", None, 3)), order
     ) and np.array_equal(split_rows(y, (0.8, 0.2), "file", None, 3)[1], np.arange(80, 100))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="stratified, permutation or file"):
         split_rows(y, (0.5, 0.5), "x", None, 0)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="such as aircraft@clip_vit_b32"):
         get_benchmark("aircraft")
 
 
@@ -546,7 +546,7 @@ def test_unknown_protocol_is_refused():
     with pytest.raises(SystemExit) as stop:
         paper_cli.main(["reproduce", "--protocol", "loose"])
     assert stop.value.code == 2
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="protocol must be paper, released or strict"):
         build_cells(printed, "tab:pet_ood", "loose")
 
 

@@ -125,9 +125,9 @@ def test_unknown_names_are_refused(packs):
         (dict(method="supcon strength=0.5"), "no setting 'strength'"),
         (dict(method="supcon strength=2", task="path"), "strength must be"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             build_config(**(dict(task="unseen", benchmark="cub100", method="ega_paper") | change))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no field"):
         parse_config(RunConfig, {"methd": "ega_paper"})
     base = build_config("unseen", "cub100", "ega_paper", **SMALL_TRAINING)
     for make, words in (
@@ -137,7 +137,7 @@ def test_unknown_names_are_refused(packs):
         (lambda: run_experiment(replace(base, task="x"), packs, device="cpu"), "task"),
         (lambda: run_experiment(replace(base, loss=replace(base.loss, kind="x")), packs, device="cpu"), "loss kind"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             make()
 
 
@@ -385,7 +385,7 @@ def test_failing_run_stops_the_grid_and_keeps_finished_runs(packs, tmp_path):
         ),
     )
     store = ResultStore(tmp_path, "unseen")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="loss kind"):
         run_grid([good, bad], store, packs, workers=1, progress=False)
     assert store.ids() == {good.run_id}
 
@@ -402,10 +402,10 @@ def test_two_stores_may_add_to_one_folder(packs, tmp_path):
 
 
 def test_unreadable_result_file_is_reported(tmp_path):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no results"):
         ResultStore(tmp_path, "unseen").read()
     (tmp_path / "unseen.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no readable table"):
         ResultStore(tmp_path, "unseen").read()
 
 
@@ -487,11 +487,11 @@ def test_summary_refuses_mixed_settings(results):
     for column, value in (("nlist", 100), ("protocol", "released"), ("k", 5)):
         mixed = results.copy()
         mixed.loc[0, column] = value
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=f"different {column}"):
             summarize(mixed)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="frozen is missing"):
         summarize(results[results.method != "frozen"])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="splits of frozen"):
         summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
 
 
@@ -531,7 +531,7 @@ def test_leaked_protocol_differs_in_fit_rows_only(packs):
     assert set(b.fit) == set(a.fit) | set(a.seen_queries) == set(range(len(es))) and not set(a.fit) & set(
         a.seen_queries
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="fit and seen_queries share"):
         b.check(es.y)
     assert set(run_experiment(closed, packs).query_set) == set(run_experiment(leaky, packs).query_set) == {
         "seen"
@@ -565,7 +565,7 @@ def test_rank_applies_to_lora_only():
         and small.run_id != own.run_id
     )
     assert build_config("unseen", "cub100", "ega_paper", rank=8) == build_config("unseen", "cub100", "ega_paper")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="protocol must be one of"):
         build_config("unseen", "cub100", "ega_paper", protocol="loose")
 
 
@@ -591,7 +591,7 @@ def test_sweep_of_two_settings_covers_all_pairs():
     _, *moved = Sweep(grid, (("supcon", {"tau": (0.05, 0.1), "lr": (1e-4, 3e-4)}),)).configs()
     assert [(c.loss.tau, c.train.lr) for c in moved] == [(0.05, 1e-4), (0.05, 3e-4), (0.1, 1e-4), (0.1, 3e-4)]
     assert all(build_config("curve", "cub100", c.method, hidden=16, epochs=1, protocol="held_out") == c for c in moved)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no setting 'margin'"):
         build_config("unseen", "cub100", "supcon margin=0.1")
 
 
@@ -715,7 +715,7 @@ def test_replicates_of_a_path_are_paired_means_of_its_queries(packs):
         queries = np.concatenate(list(two["hit" if metric == "lp_at_1" else "captured"]))
         assert np.isclose(values["supcon", 2].iloc[0], 100 * queries.mean(dtype=float))
         assert values["supcon", 2].iloc[1:].std() > 0
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="frozen is missing"):
         path_replicates(rows[rows.method != "frozen"])
 
 
@@ -817,7 +817,7 @@ def test_choose_settings_takes_the_best_on_held_out_classes():
     ] and np.allclose(chosen.unseen, [20, 80])
     by_both = choose_settings(pd.DataFrame(rows), unseen_share=0.5)  # 0.9 and 0.7 against 0.7 and 0.8
     assert by_both[["method", "strength"]].values.tolist()[1] == ["supcon tau=0.1 epoch=5 strength=1", 1.0]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="under the protocol held_out, got strict"):
         choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")), unseen_share=1)
 
 
@@ -880,7 +880,7 @@ def test_candidates_are_the_path_of_one_training_towards_the_frozen_embeddings(p
     one = tuning_rows(packs, "supcon epoch=5 strength=0.5")
     assert set(one.index) == {(q, g, 5, 0.5) for q in ("seen", "unseen") for g in ("own", "mixed")}
     assert all(np.array_equal(one.hit[i], candidates.hit[i]) for i in one.index)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="epoch of supcon epoch=21"):
         tuning_rows(packs, "supcon epoch=21")
 
 
@@ -987,19 +987,19 @@ def test_cached_table_recognises_its_keys(tmp_path, ending, arms):
 def test_cached_table_refuses_keys_it_could_not_resume(tmp_path):
     one = dict(progress=False)
     for arms in ([("a",), (1,)], [("a", 1)], [(None,)], []):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="one type at each place"):
             cached_table(tmp_path / "t.csv", arms, ("name",), dict, **one)
     for made in ({"x": 1}, None, pd.DataFrame({"name": []})):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="must hold it in name"):
             cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: made, **one)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="ends in .csv or .parquet"):
         cached_table(tmp_path / "t.txt", [("a",)], ("name",), dict, **one)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="must hold it in name"):
         cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": "b"}, **one)
     assert not list(tmp_path.iterdir())
     (tmp_path / "t.csv").write_text("x\n1\n")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no column name"):
         cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": n}, **one)
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="delete it"):
         cached_table(tmp_path / "t.parquet", [("a",)], ("name",), lambda n: {"name": n}, **one)

@@ -32,7 +32,7 @@ from ega import estimator
 from ega.data import arrays, datasets, embed, encoders, packs, vectors
 from ega.data.arrays import InputError, normalize
 from ega.data.files import hash_arrays, read_json
-from ega.deploy import index, monitor, transform
+from ega.deploy import index, monitor, stores, transform
 from ega.experiments import cli as paper_cli
 from ega.experiments import grids, published, runs
 from ega.method import training
@@ -613,7 +613,7 @@ def journal(folder):
     np.save(folder / "x.npy", rows())
     adapter = load_adapter(folder / "f.safetensors").to("cpu")
     owner = transform._provenance(
-        adapter, [folder / "x.npy"], N, transform.TransformOptions(None, 8, "float32", "float32", 1, "cpu")
+        adapter, [folder / "x.npy"], N, transform._Options(None, 8, "float32", "float32", 1, "cpu")
     )
     transform._write_progress(folder / "z.npy.part.json", owner, 8)
     header = transform._npy_header(N, D, np.dtype("f4"), transform._adapter_note(adapter, owner))
@@ -730,11 +730,11 @@ READERS["index of numbers"] = Reader(
 
 def write_store(folder):
     index.AdaptedIndex(np.eye(D, dtype="f4")).add(rows()).save(folder / "s" / "v1")
-    index.IndexStore(folder / "s").activate("v1")
+    stores.IndexStore(folder / "s").activate("v1")
     return ["s/current.json"]
 
 
-READERS["index store"] = Reader(write_store, lambda f: len(index.IndexStore(f / "s").open()) and "60")
+READERS["index store"] = Reader(write_store, lambda f: len(stores.IndexStore(f / "s").open()) and "60")
 
 
 def write_monitor(folder):

@@ -1397,7 +1397,7 @@ def test_archives_prefer_floats_and_read_bfloat16(data):
     save_file({"x": x, "tokens": torch.ones(120, 4, dtype=torch.int64)}, "b.safetensors")
     assert np.array_equal(read_embeddings("b.safetensors")[0], x.float().numpy())
     assert read_embeddings("b.safetensors", "tokens")[0].shape == (120, 4)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"the arrays are tokens \(120, 4\), x \(120, 8\)"):
         read_embeddings("b.safetensors", "none")
 
 

@@ -59,7 +59,7 @@ def test_image_folder_flat_nested_and_with_splits(tmp_path):
         and s.ids == sorted(s.ids)
         and s.read(0) == (tmp_path / "deep" / s.ids[0]).read_bytes()
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no images found"):
         read_image_folder(tmp_path / "split" / "train" / ".." / "nothing")
 
 
@@ -93,9 +93,9 @@ def test_image_archive(tmp_path):
     assert s.fingerprint != open_input_source(other).fingerprint
     assert read_image_archive(archive(tmp_path / "cub100.npz")[0]).meta["licence"].startswith("non-commercial")
     for changes in (dict(offsets=None), dict(offsets=np.arange(6)), dict(ids=np.array(["a"]))):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="bad.npz"):
             read_image_archive(archive(tmp_path / "bad.npz", **changes)[0])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="unique"):
         embed(archive(tmp_path / "twice.npz", ids=np.array(["a"] * 5))[0], BlockEncoder(), tmp_path, **QUIET)
 
 
@@ -121,7 +121,7 @@ def test_csv_of_texts(tmp_path):
     assert read_csv_source(path).ids == ["0", "1"] and read_csv_source(path).y.tolist() == [-1, -1]
     for content in (b"", b"text\n", b"words\nhello\n", b"text\n\xff\xfe\n"):
         path.write_bytes(content)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="t.csv"):
             read_csv_source(path)
 
 
@@ -130,7 +130,7 @@ def test_csv_of_texts(tmp_path):
 )
 def test_labels_of_a_csv_of_texts_that_are_no_classes_are_refused_as_in_python(labels, words, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"words,{label}\n" for label in labels))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         read_csv_source(tmp_path / "t.csv")
 
 
@@ -159,10 +159,10 @@ def test_clinc_order_with_out_of_scope_rows_last(tmp_path):
     )
     for content in ("[]", "{", '{"train": [["x"]]}', '{"others": [["x", "y"]]}', '{"train": 3}'):
         path.write_text(content)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="c.json"):
             read_clinc(path)
     for name in ("none.json", "file.txt"):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="expected a folder of images, an image, or a file ending in"):
             open_input_source(tmp_path / name)
 
 
@@ -171,7 +171,7 @@ def test_clinc_order_with_out_of_scope_rows_last(tmp_path):
 )
 def test_empty_text_raises_or_is_skipped(tmp_path, text, row):
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"^{row} cannot be encoded"):
         embed(tmp_path / "t.csv", LetterCounts(), tmp_path / "a", **QUIET)
     assert list(embed(tmp_path / "t.csv", LetterCounts(), tmp_path / "b", on_error="skip", **QUIET).skipped) == [
         str(row)
@@ -190,7 +190,7 @@ def test_csv_of_images(tmp_path):
     )
     assert read_pack(embed(s, BlockEncoder(), tmp_path, **QUIET).path).split.tolist() == ["train", "test", ""]
     (tmp_path / "p/x/001.png").unlink()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="1 of 3 files are missing, first p/x/001.png"):
         open_input_source(tmp_path / "t.csv")
 
 
@@ -286,7 +286,7 @@ def test_cifar(name, key, labels, tmp_path, monkeypatch):
         and both.fingerprint != s.fingerprint
     )
     (tmp_path / make.base_folder / make.test_list[0][0]).write_bytes(test[:-9])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"{name}: expected its files in .*corrupted"):
         open_miniature(name, tmp_path)
 
 
@@ -311,7 +311,9 @@ def test_aircraft_keeps_the_order_of_its_classes(tmp_path):
     assert np.abs(images(s)[0].astype(int) - np.asarray(Image.open(io.BytesIO(picture(1, kind="JPEG"))))).max() == 0
     assert open_miniature("aircraft", tmp_path, splits=["train", "test"]).y.tolist() == [0, 1, 0]
     (tmp_path / d / "images/0002.jpg").unlink()
-    with pytest.raises(InputError):
+    with pytest.raises(
+        InputError, match="aircraft: 1 of 2 files are missing, first fgvc-aircraft-2013b/data/images/0002.jpg"
+    ):
         open_miniature("aircraft", tmp_path)
 
 
@@ -431,7 +433,7 @@ def test_cub(tmp_path):
     )
     s = open_miniature("cub-200", tmp_path)
     assert s.classes == ("A", "B") and s.y.tolist() == [1, 0, 0] and s.split == ["test", "train", "test"]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected 11788 rows in train, test, found 3"):
         open_dataset("cub200", tmp_path, download=False)
 
 
@@ -471,7 +473,7 @@ def test_imagenet_samples_35_rows_per_class(tmp_path):
     assert (
         open_dataset("imagenet", tmp_path / "train", per_class=3).y.tolist() == [0] * 3 + [1] * 3
     )  # the class folders themselves
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="imagenet: expected its files in .*image-net.org"):
         open_dataset("imagenet", tmp_path / "none")
 
 
@@ -512,7 +514,10 @@ def test_unreachable_dataset_raises_input_error(name, tmp_path, monkeypatch):
         raise OSError("no network in tests")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(
+        InputError,
+        match=rf"{name}: expected its files in .*got .*; (run this where|download ILSVRC|its original download)",
+    ) as error:
         open_dataset(name, tmp_path)
     assert "\n" not in str(error.value) and "download=True" not in str(error.value)
     assert not any(p.is_file() for p in tmp_path.rglob("*"))  # an incomplete file could be taken for a complete one
@@ -571,7 +576,7 @@ def test_file_is_downloaded_once_and_checked(server, tmp_path):
     assert not list((tmp_path / "q").iterdir())
     with pytest.raises(FileNotFoundError, match="f.csv is not in it"):
         _fetch(f"{address}/f.csv", tmp_path / "q", "f.csv", False)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="clinc150: expected its files in .*data_full.json is not in it"):
         open_miniature("clinc150", tmp_path)
 
 
@@ -587,9 +592,9 @@ def test_dataset_specs():
         "pet": 7_349,
     }  # what the released code embeds
     assert {k: DATASETS[k].rows for k in published} == published and DATASETS["imagenet"].per_class == 35
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="cifar100, cifar10, aircraft.*got 'mnist'"):
         open_dataset("mnist")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="food101 has the splits train, test, got val"):
         open_dataset("food101", splits=["val"])
 
 

@@ -120,7 +120,7 @@ def test_damaged_shard_is_encoded_again(folder, tmp_path):
     stat = bad.stat()
     bad.write_bytes(good[:40] + b"x" * (len(good) - 40))
     os.utime(bad, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size and time: the source looks unchanged
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="c/029.png cannot be encoded .*on_error='skip'"):
         embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
     first, *_, last = sorted((tmp_path / "p.parquet.shards").glob("0*.npz"))
     bad.write_bytes(good)
@@ -136,7 +136,7 @@ def test_damaged_shard_is_encoded_again(folder, tmp_path):
 )
 def test_shards_of_a_different_run_are_rejected(folder, tmp_path, change):
     (folder / "a" / "028.png").write_bytes(b"broken")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="028.png"):
         embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
     other, settings = BlockEncoder(), dict(QUIET, on_error="skip")
     if change == "source":
@@ -145,7 +145,7 @@ def test_shards_of_a_different_run_are_rejected(folder, tmp_path, change):
         settings[change] += 1
     else:
         setattr(other, {"encoder": "name"}.get(change, change), "other")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"different {change}.*overwrite=True"):
         embed(folder, other, tmp_path / "p.parquet", **settings)
     assert embed(folder, other, tmp_path / "p.parquet", overwrite=True, **settings).rows == (
         30 if change == "source" else 29
@@ -156,7 +156,7 @@ def test_shards_of_a_different_run_are_rejected(folder, tmp_path, change):
 def test_existing_pack_is_replaced_only_with_overwrite(folder, tmp_path):
     path = embed(folder, BlockEncoder(), tmp_path, **QUIET).path
     assert path == tmp_path / "photos__blocks.parquet"
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="exists already"):
         embed(folder, BlockEncoder(), tmp_path, **QUIET)
     before = path.read_bytes()
     embed(folder, BlockEncoder(), tmp_path, overwrite=True, **QUIET)
@@ -214,7 +214,7 @@ def test_unreadable_images_are_skipped_or_raise(folder, tmp_path):
     }
     for name, content in bad.items():
         (folder / name).write_bytes(content)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="a/001.png cannot be encoded"):
         embed(folder, BlockEncoder(), tmp_path / "p.parquet", **QUIET)
     done = embed(folder, BlockEncoder(), tmp_path / "p.parquet", on_error="skip", **QUIET)
     es = read_pack(done.path)
@@ -235,7 +235,7 @@ def test_zero_and_nan_vectors_are_skipped_or_raise(folder, tmp_path):
             a[-1] = np.nan
             return a
 
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="zero or not finite"):
         embed(folder, ZeroAndNan(), tmp_path / "p.parquet", **QUIET)
     assert (
         embed(folder, ZeroAndNan(), tmp_path / "p.parquet", on_error="skip", **QUIET).rows == 7 * 2
@@ -246,24 +246,24 @@ def test_bad_arguments_are_rejected(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "x.jpg").write_bytes(b"no")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="none of the 1 inputs"):
         embed(empty, BlockEncoder(), tmp_path / "p.parquet", on_error="skip", **QUIET)
     for options, text in (
         (dict(on_error="ignore"), "on_error must be"),
         (dict(batch_size=0), "batch_size must be an integer >= 1"),
         (dict(shard_rows=0), "shard_rows must be an integer >= 1"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=text):
             embed(folder, BlockEncoder(), tmp_path / "q.parquet", **(dict(QUIET) | options))
 
     class Flat(BlockEncoder):
         def encode(self, batch):
             return np.zeros(len(batch))
 
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="one vector per input"):
         embed(folder, Flat(), tmp_path / "q.parquet", **QUIET)
     (tmp_path / "t.csv").write_text("text\nhello\n")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="takes images, but t holds texts"):
         embed(tmp_path / "t.csv", BlockEncoder(), tmp_path / "q.parquet", **QUIET)
 
 

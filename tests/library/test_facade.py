@@ -48,7 +48,7 @@ def test_an_undocumented_parameter_is_named():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_run(name, tmp_path, monkeypatch):
-    if package := api.NEEDS.get(name.rpartition(".")[0]):
+    if package := api.NEEDS.get(name):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     documented, runner = (

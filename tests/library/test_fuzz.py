@@ -261,6 +261,7 @@ def test_nothing_is_unpickled(tmp_path, count):
     "Every reader of files on every payload; refused or read, no mark is left."
     from ega.deploy import index, monitor
     from ega.experiments import grids, published
+    from ega.method import interface
 
     readers = [
         packs.read_pack,
@@ -269,7 +270,7 @@ def test_nothing_is_unpickled(tmp_path, count):
         vectors.read_labels,
         estimator.EmbeddingAdapter.load,
         open_vectors,
-        index.load_transform,
+        lambda p: interface.read_adapter(Path(p), ""),
         index.AdaptedIndex.load,
         monitor.Monitor.load,
         published.read_published,
@@ -291,7 +292,7 @@ def test_nothing_is_unpickled(tmp_path, count):
             try:
                 read(
                     path,
-                    *([""] if read is index.load_transform else ["x"] if read in (read_json, read_csv_columns) else []),
+                    *(["x"] if read in (read_json, read_csv_columns) else []),
                 )
             except InputError:
                 pass
@@ -309,7 +310,7 @@ def test_encoder_weights_are_read_as_tensors_only(tmp_path, monkeypatch, library
         lambda model, tag, weights, **options: torch.load(weights, weights_only=False),
     )
     name = {"timm": "timm:vit", "open_clip": "open_clip:ViT-B-32:x"}[library]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected weights"):
         encoders.load_encoder(name, weights=str(paths["weights.pt"]))
     assert not mark.exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
@@ -394,7 +395,7 @@ def test_onnx_reads_no_weights_outside_its_folder(tmp_path):
     (tmp_path / "m").mkdir()
     for name in ("../secret", str(tmp_path / "secret"), "/etc/hostname"):
         (tmp_path / "m" / "e.onnx").write_bytes(onnx_file(tmp_path, external=name))
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="cannot load"):
             encoders.OnnxImageEncoder(
                 tmp_path / "m" / "e.onnx", preprocess=encoders.ImagePreprocessing(resize=8, crop=8)
             )
@@ -405,7 +406,7 @@ def test_csv_reads_no_images_outside_its_folder(tmp_path, name):
     (tmp_path / "t").mkdir()
     (tmp_path / "secret.png").write_bytes(png((1, 2, 3)))
     (tmp_path / "t" / "t.csv").write_text(f"image,label\n{name.format(root=tmp_path)},a\n")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="in the folder of this file or below"):
         datasets.read_csv_source(tmp_path / "t" / "t.csv")
 
 
@@ -414,15 +415,16 @@ def test_csv_reads_no_images_outside_its_folder(tmp_path, name):
     (("index", "../i.faiss"), ("ids", "/etc/hostname"), ("fingerprint", "../../elsewhere"), ("index", "..")),
 )
 def test_index_reads_no_file_outside_its_folder(tmp_path, key, value):
-    from ega.deploy.index import AdaptedIndex, IndexStore
+    from ega.deploy.index import AdaptedIndex
+    from ega.deploy.stores import IndexStore
 
     AdaptedIndex(np.eye(6, dtype="f4")).add(rows()).save(tmp_path / "s" / "v")
     about = json.loads((tmp_path / "s" / "v" / "about.json").read_text())
     (tmp_path / "s" / "v" / "about.json").write_text(json.dumps(about | {key: value}))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="in this folder|missing|holds no adapter"):
         AdaptedIndex.load(tmp_path / "s" / "v")
     (tmp_path / "s" / "current.json").write_text('{"version": "../s/v"}')
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="in this folder"):
         IndexStore(tmp_path / "s").open()
 
 

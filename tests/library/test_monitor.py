@@ -177,7 +177,7 @@ def test_a_batch_that_cannot_raise_an_alert_is_refused(n, smallest):
 @pytest.mark.parametrize("horizon, smallest", ((100, 7), (10, 5), (1, 3)))
 def test_a_reference_that_is_too_small_for_any_alert_is_refused(horizon, smallest):
     assert comb(2 * smallest, smallest) >= horizon / 0.05 > comb(2 * smallest - 2, smallest - 1)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"give at least {smallest} reference queries"):
         Monitor.fit(unit(smallest - 1, 10), WHITE, gallery, horizon=horizon)
     Monitor.fit(unit(smallest, 10), WHITE, gallery, horizon=horizon)
 
@@ -209,7 +209,7 @@ def test_monitor_is_saved_and_loaded_without_pickle(tmp_path, adapter):
         lambda: Monitor.load(tmp_path / "m", LinearAdapter(D))
     )
     (tmp_path / "m/monitor.npz").write_bytes(b"junk")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="Monitor.save"):
         Monitor.load(tmp_path / "m")
 
 
@@ -252,7 +252,7 @@ def test_columns_of_a_dataframe_are_checked_as_transform_does(tmp_path, columns)
     about = json.loads((tmp_path / "m/monitor.json").read_text())
     for bad in (["f0"] * D, ["f0"], [], [1.5] * D):
         (tmp_path / "m/monitor.json").write_text(json.dumps(about | {"columns": bad}))
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=f"monitor.json: columns must be {D} distinct texts or integers"):
             Monitor.load(tmp_path / "m")
 
 
@@ -266,7 +266,7 @@ def test_rows_of_any_norm_are_checked_as_unit_rows():
 
 def test_reference_queries_in_the_gallery_are_refused():
     rows = unit(60, 3)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="^20 of 60 reference queries are rows of the gallery"):
         Monitor.fit(rows, WHITE, np.vstack([cone, 3 * rows[:20]]))
     half = np.vstack([rows, rows[:2]])[[0, 60, *range(1, 60), 61]]  # two rows twice, one of them in both halves
     assert (Monitor.fit(half, WHITE).reference["nearest_distance"] > 1e-3).all()
@@ -275,7 +275,7 @@ def test_reference_queries_in_the_gallery_are_refused():
 def test_reference_queries_that_the_adapter_was_fitted_on_are_refused():
     rows = unit(80, 3)
     adapter = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(rows[:60], np.arange(60) % 5)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="^10 of 30 reference queries are rows that the adapter was fitted on"):
         Monitor.fit(rows[50:], adapter, gallery)
     Monitor.fit(rows[60:], adapter, gallery)
 

@@ -175,7 +175,7 @@ def test_a_call_that_is_refused_leaves_the_estimator_as_it_was(rows):
         (lambda: adapter.forget(x[many], y[many]), "at least 2 classes must be left, got 1"),
     ]
     for call, words in calls:
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             call()
     assert state == (
         adapter.fingerprint_,
@@ -190,13 +190,13 @@ def test_methods_that_statistics_do_not_determine_are_refused(rows):
     mixed = EmbeddingAdapter("wccn", max_unseen_loss=100.0, strengths=(0.5,), cv=2).fit(x[first], y[first])
     for adapter, words in ((fit(x, y, "lda"), "lda at strength 1"), (mixed, "wccn at strength 0.5")):
         for call in (adapter.partial_fit, adapter.forget):
-            with pytest.raises(InputError):
+            with pytest.raises(InputError, match=f"{words} has no class statistics"):
                 call(x, y)
         assert adapter.statistics_ is None
     config = build_method_config("lda")
     assert not can_update(config, 1.0)
     statistics = ClassStatistics(x.shape[1]).update(x, y)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="fit this one again"):
         update_adapter(config, LinearAdapter(x.shape[1]), statistics, statistics)
     assert not can_update(build_method_config("ega_released"), 1.0)
     assert can_update(build_method_config("whitened_supcon"), 0.5)
@@ -219,7 +219,7 @@ def test_statistics_are_saved_on_request(rows, tmp_path):
         lambda: loaded.forget(x, y),
         lambda: loaded.save("b", statistics=True),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="saved without its class statistics"):
             call()
 
 
@@ -235,7 +235,7 @@ def test_statistics_of_another_adapter_are_refused(rows, tmp_path, harm, words):
     x, y, _ = rows
     fit(x, y).save(tmp_path / "a", statistics=True)
     harm(tmp_path / "a/adapter.statistics.npz")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         EmbeddingAdapter.load(tmp_path / "a")
 
 
@@ -327,7 +327,7 @@ def test_an_adapter_of_another_version_is_named(rows, tmp_path):
     values = json.loads(path.read_text()) | {"ega": "0.1.0"}
     del values["statistics_fingerprint"]
     path.write_text(json.dumps(values))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="ega '0.1.0' wrote it, and this is .*: fit and save it again"):
         EmbeddingAdapter.load(tmp_path / "a")
 
 
@@ -339,5 +339,5 @@ def test_an_index_of_the_earlier_adapter_is_refused(rows, tmp_path):
     adapter = fit(x[first], y[first])
     AdaptedIndex(adapter).add(x).save(tmp_path / "i")
     adapter.partial_fit(x[~first], y[~first])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="different adapters cannot be compared"):
         AdaptedIndex.load(tmp_path / "i", adapter)

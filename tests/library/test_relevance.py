@@ -183,7 +183,7 @@ def test_the_table_has_all_queries_and_those_of_new_documents():
     ],
 )
 def test_wrong_lists_and_pairs(I, pairs, options, words):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         ranking_metrics(I, pairs, **options)
 
 
@@ -248,36 +248,36 @@ BROKEN = {
 def test_a_broken_file_is_named_with_what_is_wrong(name, tmp_path):
     content, words = BROKEN[name]
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words) as error:
         read_pairs(tmp_path / name)
     assert name in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.parquet", "x.qrels"])
 def test_a_missing_file_and_bytes_that_are_no_text(name, tmp_path):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no such file"):
         read_pairs(tmp_path / name)
     (tmp_path / name).write_bytes(bytes(range(128, 256)) * 3)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=name):
         read_pairs(tmp_path / name)
 
 
 def test_missing_ids_are_counted_and_three_named():
     table = PairTable(["q"] * 6, ["a", "u", "v", "v", "w", "z"], [1] * 6)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="4 documents that are missing: 'u', 'v', 'w'; add these documents"):
         match_pairs(table, ["q"], ["a"])
     assert match_pairs(table, ["q"], ["a"], on_missing="skip").tolist() == [[0, 0, 1]]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no pair names"):
         match_pairs(table, ["other"], ["a"], on_missing="skip")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="swapped"):
         match_pairs(PairTable(["a"], ["q"], [1]), ["q"], ["a"])
 
 
 def test_one_pair_with_two_grades():
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="several for 1 pairs.*query 'q' and document 'b'"):
         match_pairs(PairTable(["q", "q", "q"], ["a", "b", "b"], [1, 1, 2]), ["q"], ["a", "b"])
     assert len(check_pairs([(0, 0, 1), (0, 0, 1)], 1, 1)) == 1
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="swapped"):
         check_pairs([(4, 0)], 3, 5)
 
 
@@ -315,14 +315,14 @@ def test_a_folder_of_beir(tmp_path):
     ],
 )
 def test_a_broken_folder_of_beir(changed, words, tmp_path):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words):
         read_beir(make_beir(tmp_path, **changed))
 
 
 def test_a_folder_of_beir_with_missing_documents_can_be_read(tmp_path):
     texts = read_beir(make_beir(tmp_path, **{"corpus.jsonl": '{"_id": "01", "text": "a"}'}), on_missing="skip")
     assert texts.pairs.tolist() == [[0, 0, 2]]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="corpus.jsonl: no such file"):
         read_beir(tmp_path / "nothing")
 
 
@@ -371,7 +371,7 @@ def test_an_interrupted_call_resumes_and_a_finished_one_is_not_replaced(tmp_path
         embed_relevance(texts, encoder, out, batch_size=1, progress=False)
     encoder.stop_at = None
     embed_relevance(texts, encoder, out, batch_size=1, progress=False)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="exists already"):
         embed_relevance(texts, encoder, out, progress=False)
     embed_relevance(texts, encoder, out, overwrite=True, progress=False)
     assert sorted(p.name for p in out.iterdir()) == ["documents.parquet", "qrels.tsv", "queries.parquet"]
@@ -380,7 +380,7 @@ def test_an_interrupted_call_resumes_and_a_finished_one_is_not_replaced(tmp_path
 def test_pairs_of_texts_that_are_skipped_are_left_out(tmp_path):
     corpus = '{"_id": "01", "title": "", "text": " "}\n{"_id": "1", "text": "bb"}'
     texts = read_beir(make_beir(tmp_path, **{"corpus.jsonl": corpus}))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="01 cannot be encoded"):
         embed_relevance(texts, LetterCounts(), tmp_path / "a", progress=False)
     relevance = embed_relevance(texts, LetterCounts(), tmp_path / "b", on_error="skip", progress=False)
     assert relevance.documents.ids.tolist() == ["1"] and relevance.pairs.tolist() == [[1, 0, 1]]
@@ -392,15 +392,15 @@ def test_ids_survive_the_folder(tmp_path):
     relevance = RelevanceSet(side, side, [(i, 4 - i, i) for i in range(5)])
     back = read_relevance_set(write_relevance_set(relevance, tmp_path / "set"))
     assert np.array_equal(back.pairs, relevance.pairs) and back.queries.ids.tolist() == ids
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="exists already"):
         write_relevance_set(relevance, tmp_path / "set")
     (tmp_path / "set/qrels.tsv").unlink()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="lacks qrels.tsv"):
         read_relevance_set(tmp_path / "set")
 
 
 def test_two_sides_of_different_width():
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="same width, got 2 and 3"):
         RelevanceSet(EmbeddingSet(np.eye(2), [-1] * 2), EmbeddingSet(np.eye(3), [-1] * 3), [(0, 0)])
 
 
@@ -447,7 +447,7 @@ def test_groups_of_documents_are_held_out_whole():
     split = split_by_document(relevance, np.random.default_rng(0), groups=groups)
     check_split(relevance, split, groups)
     assert split.new.all() and len(split.train_pairs) > 200
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="more and smaller groups"):
         split_by_document(relevance, np.random.default_rng(0), groups=groups * 0)
 
 
@@ -477,17 +477,19 @@ def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         write_relevance_set(random_set(1), tmp_path / "set", overwrite=True)
     assert written == ["queries.parquet", "documents.parquet"]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="lacks qrels.tsv"):
         read_relevance_set(tmp_path / "set")
 
 
 def test_a_missing_id_is_explained_by_its_cause():
     "Columns are called swapped only if exchanging them leaves fewer ids missing; row numbers begin with 0."
     swapped = PairTable(["a", "b", "lost"], ["q", "r", "q"], [1, 1, 1])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="'a', 'b', 'lost'; the columns .* seem to be swapped"):
         match_pairs(swapped, ["q", "r"], ["a", "b"])
     from_one = PairTable(["1", "2"], ["1", "3"], [1, 1])
-    with pytest.raises(InputError):
+    with pytest.raises(
+        InputError, match="1 queries that are missing: '2'; the queries have row numbers .* begin with 0"
+    ):
         match_pairs(from_one, ["0", "1"], ["0", "1", "2", "3"])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="'b'; add these documents, or take these pairs out"):
         match_pairs(PairTable(["q"], ["b"], [1]), ["q", "b"], ["a"])

@@ -28,8 +28,9 @@ from ega.data import datasets, embed, packs
 from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
 from ega.data.files import atomic_write, hash_arrays
 from ega.deploy import transform
-from ega.deploy.index import AdaptedIndex, IndexStore
+from ega.deploy.index import AdaptedIndex
 from ega.deploy.monitor import Monitor
+from ega.deploy.stores import IndexStore, LanceStore
 from ega.estimator import EmbeddingAdapter
 from ega.experiments import grids, runs
 from ega.measure.evaluation import evaluate
@@ -206,9 +207,9 @@ def migrated(folder):
     if not raw.exists():
         with atomic_write(raw) as t, open(t, "wb") as f:
             np.save(f, rows(60))
-    if store.current is None:
+    if store.active is None:
         store.activate(store.migrate(np.eye(6, dtype="f4"), raw))
-    assert len(store.open(store.current)) == 60  # whatever was killed, something whole is served
+    assert len(store.open(store.active)) == 60  # whatever was killed, something whole is served
     store.activate(store.migrate(m, raw))
     return hash_arrays(*store.open(adapter=m).search(rows(3, seed=1), 3)).encode()
 
@@ -329,11 +330,13 @@ MIGRATION = """
 import sys, time
 from ega.method.closed_form import WCCN
 from ega.data.packs import read_pack
-from ega.deploy.index import as_transform
-from ega.deploy.lance import migrate_table, write_table
-es = read_pack(sys.argv[1]); m = as_transform(WCCN(.3).fit(es.x, es.y))
-def adapted(x): print("batch", flush=True); time.sleep(.05); return m.transform(x)
-migrate_table(write_table(sys.argv[2], es, batch_size=40), m._replace(adapt=adapted), batch_size=16)
+from dataclasses import replace
+from ega.deploy.stores import LanceStore
+from ega.method.interface import as_adapter
+es = read_pack(sys.argv[1]); m = as_adapter(WCCN(.3).fit(es.x, es.y)); store = LanceStore(sys.argv[2])
+def adapted(x): print("batch", flush=True); time.sleep(.05); return m.apply(x)
+store.add(es, batch_size=40)
+store.migrate(replace(m, apply=adapted), batch_size=16)
 print("done", flush=True)
 """
 
@@ -341,7 +344,6 @@ print("done", flush=True)
 def test_table_migration_resumes_after_kills(tmp_path, count):
     "Killed in batches 1, 2 and 5, the old column stays active and the new one equals that of an unbroken run."
     pytest.importorskip("lancedb")
-    from ega.deploy.lance import active_column, open_table
 
     es = packs.EmbeddingSet(
         normalize(rows(200)),
@@ -359,16 +361,14 @@ def test_table_migration_resumes_after_kills(tmp_path, count):
             for _ in range(batches):
                 assert child.stdout.readline() == "batch\n"
             child.kill()
-        assert (
-            open_table(tmp_path / "t.lance").count_rows() == 200
-            and active_column(open_table(tmp_path / "t.lance")) == "vector"
-        )
-    killed = open_table(tmp_path / "t.lance")
+        store = LanceStore(tmp_path / "t.lance")
+        assert store.count(None) == 200 and store.active == "vector"
+    killed = LanceStore(tmp_path / "t.lance").table
     column = next(name for name in killed.schema.names if name.startswith("adapted_"))
     assert 0 < killed.count_rows(f"{column} IS NULL") < 200  # what was written stays
     subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     white = WCCN(0.3).fit(es.x, es.y)
-    table = open_table(tmp_path / "t.lance").to_arrow()
+    table = LanceStore(tmp_path / "t.lance").table.to_arrow()
     order = np.argsort([int(i[1:]) for i in table["id"].to_pylist()])
     assert np.abs(np.array(table[column].to_pylist())[order] - white.transform(es.x)).max() < 1e-6
     count("kills survived: migrate of a table", 3)

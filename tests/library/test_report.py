@@ -275,7 +275,7 @@ def test_errors_leave_no_file(spaces, c, tmp_path):
         (lambda: compare_spaces(x, z, y, y[:9] < 6), "the same rows"),
         (lambda: compare_spaces(2 * x, z, y, y < 6), "unit rows"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=re.escape(message)):
             call()
     assert not list(tmp_path.glob("r.*"))
 
@@ -284,7 +284,7 @@ def test_wrong_ending_and_missing_packages_are_found_before_the_work(spaces, tmp
     x, _, y = spaces
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
     monkeypatch.setattr("ega.deploy.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected a file ending in .html or .md"):
         write_report(e, x, y, tmp_path / "r.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match="ega\\[report\\]"):
@@ -371,6 +371,6 @@ def test_the_page_of_pairs_escapes_texts_and_checks_them(tmp_path, ending):
     assert 4 <= len(comparison.examples) == page.count("…") and "row " in page
     assert ("<b>query" not in page) == (ending == ".html")
     pd.testing.assert_frame_equal(comparison.evaluation, evaluate_pairs(*given))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"query_names must hold one text for each of {n} rows, got 1"):
         write_pair_report(*given, tmp_path / f"s{ending}", query_names=["a"])
     assert not (tmp_path / f"s{ending}").exists()

@@ -293,7 +293,7 @@ def test_gpu_index_is_used_for_cuda_devices(monkeypatch):
         ivf_search(index, xq, xb, k=1, nprobe=1, device=device)
     assert calls == [("resources", 1), ("resources", 0)]
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no GPU"):
         ivf_search(index, xq, xb, k=1, nprobe=1, device="cuda")
 
 

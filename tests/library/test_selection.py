@@ -383,9 +383,9 @@ def test_arguments_out_of_range_are_named():
         (dict(strengths=0.5), "strengths must be"),
         (dict(strengths=(0.5, 2.0)), "strengths must be"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             select_adapter(x, y, **bad)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="unit"):
         select_adapter(2 * x, y)
 
 
@@ -442,5 +442,5 @@ def test_frozen_by_name_says_that_nothing_was_compared():
 
 
 def test_own_configuration_cannot_be_called_frozen():
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="'frozen' is reserved"):
         resolve_candidate(("frozen", resolve_candidate("wccn").config))

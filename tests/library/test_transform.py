@@ -181,7 +181,7 @@ def test_pack_becomes_a_valid_pack(tmp_path, small_blocks, stored, dtype):
         and now.meta["notes"].endswith(was.meta["sha256"][:16])
         and pq.read_schema(tmp_path / "z.parquet").names == ["id", "label", "split", "scale", "code"]
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected vectors that are not adapted"):
         transform_file(make_adapter(seed=1), tmp_path / "z.parquet", tmp_path / "zz.parquet", **ONE)
 
 
@@ -200,10 +200,10 @@ def test_pack_with_wrong_hash_is_rejected(tmp_path):
             table.set_column(table.column_names.index(column), table.schema.field(column), value),
             tmp_path / "bad.parquet",
         )
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             transform_file(make_adapter(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
     pq.write_table(table.drop_columns("split"), tmp_path / "bad.parquet")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="columns of a pack"):
         transform_file(make_adapter(), tmp_path / "bad.parquet", tmp_path / "z.parquet", **ONE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.parquet", "x.parquet"]
 
@@ -486,11 +486,11 @@ def test_progress_file_with_other_inputs_is_rejected(tmp_path, small_blocks):
         (make_adapter(), dict(precision="bfloat16"), "precision 'float32', not 'bfloat16'"),
         (make_adapter(seed=1), dict(dtype="float16"), "another adapter and dtype"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=f"{words}.*delete z.npy.part and z.npy.part.json"):
             transform_file(f, source, target, **{"batch_size": 50} | how, **ONE)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     os.utime(source, ns=(1, 1))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="another source"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
 
 
@@ -500,17 +500,17 @@ def test_damaged_progress_or_part_file_is_rejected(tmp_path, small_blocks):
     valid, rows = progress.read_text(), part.read_bytes()
     for text in ("", "{", "[]", '{"rows": "7", "provenance": {}}', '{"rows": 7}', '"a"'):
         progress.write_text(text)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="delete it and z.npy.part"):
             transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     progress.write_text(valid)
     part.write_bytes(rows[:500])
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="is not what its progress file records"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.write_bytes(rows.replace(b"adapted by", b"ADAPTED BY"))  # the header of another version
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="is not what its progress file records"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.unlink()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="is not what its progress file records"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     part.write_bytes(rows + b"incomplete block")
     assert (
@@ -536,13 +536,13 @@ def test_existing_files_are_not_overwritten(tmp_path, small_blocks):
     np.save(tmp_path / "x.npy", unit_rows(9))
     for name in ("z.npy", "z.npy.part"):
         (tmp_path / name).write_text("mine")
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=f"{name} exists already"):
             transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
         assert (tmp_path / name).read_text() == "mine"
         (tmp_path / name).unlink()
     source, target = interrupt_run(tmp_path, make_adapter())
     target.write_text("mine")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="exists already"):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     assert target.read_text() == "mine"
 
@@ -552,7 +552,7 @@ def test_second_process_on_the_same_target_is_rejected(tmp_path, small_blocks):
     source, target = interrupt_run(tmp_path, make_adapter())
     with open(tmp_path / "z.npy.part", "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="another process"):
             transform_file(make_adapter(), source, target, batch_size=50, **ONE)
     assert transform_file(make_adapter(), source, target, batch_size=50, **ONE).resumed_rows >= 400
 
@@ -581,7 +581,7 @@ def test_error_gives_the_number_of_a_bad_row(tmp_path, small_blocks, kind, row, 
     np.save(tmp_path / "x.npy", x) if kind == "npy" else pq.write_table(
         pa.table({"v": list_array(x)}), tmp_path / "x.parquet", row_group_size=130
     )
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=words.format(row)):
         transform_file(make_adapter(), tmp_path / f"x.{kind}", tmp_path / f"z.{kind}", batch_size=50, **ONE)
     assert not (tmp_path / f"z.{kind}").exists()
     if row < 100:
@@ -602,7 +602,7 @@ def test_rows_of_any_norm_are_brought_to_norm_1(tmp_path, small_blocks):
     for value, words in refused.items():
         x[321] = value
         np.save(tmp_path / "y.npy", x)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             transform_file(make_adapter(), tmp_path / "y.npy", tmp_path / f"z{value}.npy", batch_size=50, **ONE)
 
 
@@ -640,7 +640,7 @@ def edited_npy(change):
 )
 def test_bad_npy_file_is_rejected(tmp_path, write, words):
     write(tmp_path / "x.npy")
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words) as error:
         transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
@@ -668,7 +668,7 @@ def table(**columns):
 )
 def test_bad_parquet_file_is_rejected(tmp_path, write, how, words):
     write(tmp_path / "x.parquet")
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words) as error:
         transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / "z.parquet", **how, **ONE)
     assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.parquet"]
 
@@ -715,7 +715,7 @@ def test_bad_arguments_are_rejected(tmp_path, source, target, how, words):
     np.save(tmp_path / "x.npy", unit_rows(5))
     (tmp_path / "x.csv").write_text("1"), (tmp_path / "strange/notes.txt").touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words) as error:
         transform_file(make_adapter(), tmp_path / source, tmp_path / target, **ONE | how)
     assert sorted(tmp_path.rglob("*")) == before and str(error.value)
 
@@ -727,7 +727,7 @@ def test_bad_adapters_are_rejected(tmp_path):
         (tmp_path / "none", "no such adapter"),
         (str(tmp_path / "x.npy"), "cannot be read"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             transform_file(f, tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
 
 
@@ -736,11 +736,11 @@ def test_unwritable_folder_and_full_disk_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(
         transform_module.os, "access", lambda *a: False
     )  # the tests may run as root, who may write anywhere
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="cannot be written to"):
         transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     monkeypatch.undo()
     monkeypatch.setattr(transform_module.shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10, 10, 100))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="its disk has 0.0 GB"):
         transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
 
@@ -779,10 +779,10 @@ def test_transform_resumes_after_a_failed_write(tmp_path, small_blocks, forked, 
 def test_bad_file_of_a_folder_is_found_before_computing(tmp_path):
     (tmp_path / "x").mkdir()
     np.save(tmp_path / "x/a.npy", unit_rows(5)), np.save(tmp_path / "x/b.npy", unit_rows(5, 15))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="b.npy: expected 16 columns"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     np.save(tmp_path / "x/b.npy", rows_with(5, np.nan))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="b.npy: row 5"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "z.part", "z.part.json"] and [
         p.name for p in (tmp_path / "z.part").iterdir()
@@ -979,9 +979,9 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
         "x",
         "z",
     ]
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="z exists already"):
         transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="expected a folder of .npy and .parquet files"):
         transform_ray(f, tmp_path / "x/0.parquet", tmp_path / "0.parquet", device="cpu")
 
 
@@ -1032,7 +1032,7 @@ def test_a_fortran_order_file_gives_the_same_bytes(tmp_path, small_blocks):
 def test_a_column_of_a_npy_file_is_refused(tmp_path):
     np.save(tmp_path / "x.npy", unit_rows(20))
     for read in (open_vectors, read_embeddings):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=r"a .npy file has no columns, got column 'v'; leave out column="):
             read(tmp_path / "x.npy", column="v")
 
 
@@ -1061,7 +1061,7 @@ def test_a_parquet_file_records_its_adapters(tmp_path):
     assert open_vectors(paths[1], column="a").adapted_by == (versions[0],)
     assert open_vectors(paths[1], column="b").adapted_by == (versions[1],)
     for f in (first, second):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=f"not adapted, but the file records that the adapter {versions[0]}"):
             transform_file(f, paths[1], paths[2], column="a", **ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.parquet", "1.parquet", "x.parquet"]
 
@@ -1070,7 +1070,7 @@ def test_a_folder_with_an_adapted_file_is_refused(tmp_path):
     (tmp_path / "x").mkdir()
     pq.write_table(pa.table({"v": list_array(unit_rows(20))}), tmp_path / "x" / "0.parquet")
     transform_file(make_adapter(), tmp_path / "x" / "0.parquet", tmp_path / "x" / "1.parquet", **ONE)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="1.parquet: expected vectors that are not adapted"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     assert not (tmp_path / "z").exists() and not (tmp_path / "z.part").exists()
 

@@ -27,18 +27,11 @@ from ega.data.embed import embed
 from ega.data.relevance import (
     RelevanceSet,
     embed_relevance,
-    evaluate_ranking,
-    read_beir,
-    read_pairs,
-    read_relevance_set,
     read_text_pairs,
-    split_by_document,
-    split_by_query,
-    write_relevance_set,
 )
 from ega.data.vectors import check_same_order
-from ega.deploy.index import IndexStore
 from ega.deploy.report import write_report
+from ega.deploy.stores import IndexStore, open_store
 from ega.deploy.transform import transform_file
 from ega.estimator import estimate_update
 from ega.method.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
@@ -56,7 +49,6 @@ from ega.method.config import TrainConfig, build_method_config
 from ega.method.losses import supcon
 from ega.method.methods import fit_adapter, update_adapter
 from ega.method.training import pairwise_objective, train
-from ega.pairs import PairConfig, evaluate_pairs, select_pair_adapter, whiten_pairs
 from ega.selection import select_adapter
 
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
@@ -279,119 +271,23 @@ def make_calls(folder):
             )
         ],
         "deploy.transform.transform_file": [
-            (transform_rows, {}, {"adapter": OBJECTS, "source": PATHS, "target": PATHS, "device": DEVICES}),
-            (transform_rows, {}, {"batch_size": NUMBERS, "threads": NUMBERS[1:], "dtype": TEXTS, "precision": TEXTS}),
-            (transform_rows, {}, {"column": (3, "v", [], object())}),
+            (transform_rows, {}, {"adapter": OBJECTS, "source": PATHS, "target": PATHS}),
+            (transform_rows, {}, {"dtype": TEXTS, "precision": TEXTS, "batch_size": (0, -3)}),
         ],
         "deploy.index.AdaptedIndex": [
-            (
-                AdaptedIndex,
-                {"adapter": matrix},
-                {"adapter": (*OBJECTS, torch.eye(8), WCCN()), "index": OBJECTS, "ids": OBJECTS[1:]},
-            ),
-            (
-                AdaptedIndex(matrix).add,
-                {"x": x[:5]},
-                {"x": MATRICES[:-1], "ids": OBJECTS[1:], "adapted_by": OBJECTS[1:]},
-            ),
-            (AdaptedIndex(matrix).add, {"x": x[:5], "ids": range(50, 55)}, {"batch_size": NUMBERS}),
-            (index.search, {"xq": x}, {"xq": MATRICES, "k": NUMBERS, "adapted_by": OBJECTS[1:]}),
-            (index.tune, {"nprobe": 2}, {"nprobe": (*NUMBERS[:-3], len), "no_such_parameter": (1,)}),
-            (index.save, {"folder": out("index2")}, {"folder": (*PATHS, out("file"))}),
-            (AdaptedIndex.load, {"folder": out("index")}, {"folder": (*PATHS, out("file")), "adapter": OBJECTS[1:]}),
+            (AdaptedIndex, {"adapter": matrix}, {"adapter": OBJECTS, "index": OBJECTS, "ids": ("a", 3, [1])}),
+            (AdaptedIndex(matrix).add, {"x": x[:5]}, {"ids": OBJECTS[1:], "adapted_by": OBJECTS[1:]}),
+            (index.search, {"xq": x}, {"xq": MATRICES, "adapted_by": OBJECTS[1:]}),
         ],
-        "deploy.index.IndexStore": [
+        "deploy.stores.open_store": [(open_store, {"path": out("store")}, {"path": PATHS})],
+        "deploy.stores.IndexStore": [
             (IndexStore, {"folder": out("store")}, {"folder": PATHS}),
             (
                 store.migrate,
-                {"adapter": np.diag(np.arange(1.0, 9.0)).astype("float32"), "source": out("x.npy")},
-                {"adapter": OBJECTS, "source": PATHS, "index_factory": (None, 3, [], object())}
-                | {"batch_size": NUMBERS},
+                {"adapter": np.diag(np.arange(1.0, 9.0)).astype("float32"), "vectors": out("x.npy")},
+                {"adapter": OBJECTS, "vectors": PATHS[1:], "ids": OBJECTS[1:], "index_factory": ("nothing", None)},
             ),
-            (
-                lambda **changes: IndexStore(out("new")).migrate(matrix, out("x.npy"), **changes),
-                None,
-                {"index_factory": ("nothing", "IVF500,Flat"), "ids": OBJECTS[1:], "column": (3, "v", [])},
-            ),
-            (
-                store.open,
-                {"version": store.versions()[0]},
-                {"version": ("nothing", 3, object()), "adapter": OBJECTS[1:]},
-            ),
-            (store.activate, {"version": store.versions()[0]}, {"version": (*OBJECTS, matrix)}),
-            (store.drop, None, {"version": (*OBJECTS, matrix)}),
-        ],
-        "data.relevance.read_pairs": [
-            (read_pairs, {"path": out("pairs.csv")}, {"path": (*PATHS, out("file"), out("p.parquet"), folder)})
-        ],
-        "data.relevance.read_beir": [
-            (read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder), "on_missing": TEXTS})
-        ],
-        "data.relevance.embed_relevance": [
-            (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
-            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": TEXTS[:-2] + (len,)}),
-        ],
-        "data.relevance.RelevanceSet": [
-            (
-                RelevanceSet,
-                dict(queries=es, documents=es, pairs=[(0, 1)]),
-                {"queries": OBJECTS, "documents": OBJECTS, "pairs": (*VALUES, [(0, -1)], [(0, 1, 0.5)], [(120, 0)])},
-            ),
-            (write_relevance_set, {"relevance": relevance, "folder": out("rs")}, {"relevance": OBJECTS}),
-            (write_relevance_set, {"relevance": relevance, "folder": out("rs2")}, {"folder": (*PATHS, out("file"))}),
-            (read_relevance_set, {"folder": out("rs")}, {"folder": (*PATHS, out("file"))}),
-        ],
-        "data.relevance.split_by_query": [
-            (
-                split_by_query,
-                dict(relevance=relevance, is_test=np.arange(120) < 30),
-                {"relevance": OBJECTS, "is_test": (*VALUES, y, np.zeros(120, bool)), "groups": LABELS[1:]},
-            ),
-        ],
-        "data.relevance.split_by_document": [
-            (
-                split_by_document,
-                dict(relevance=relevance, rng=np.random.default_rng(0)),
-                {"relevance": OBJECTS, "rng": OBJECTS, "test_fraction": NUMBERS, "groups": LABELS[1:]},
-            ),
-        ],
-        "data.relevance.evaluate_ranking": [
-            (
-                evaluate_ranking,
-                dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
-                {"I": (*VALUES, [[1.5, 2]], [[-2, 1], [1, 2]]), "pairs": VALUES, "k": (*NUMBERS, 3)}
-                | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len), "n_boot": NUMBERS}
-                | {"confidence": NUMBERS, "random_state": (*NUMBERS[:-2], -1)},
-            ),
-        ],
-        "pairs.select_pair_adapter": [
-            (
-                whiten_pairs,
-                pairs,
-                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "shrinkage": (*NUMBERS, 0)},
-            ),
-            (
-                select_pair_adapter,
-                pairs | {"candidates": {"both": PairConfig("both", 0.5)}, "strengths": (1.0,)},
-                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "groups": LABELS[1:], "device": DEVICES}
-                | {"candidates": ({}, *OBJECTS[1:]), "max_unseen_loss": NUMBERS[:-3], "confidence": NUMBERS}
-                | {"negatives": (*VALUES[2:], 0, 1.5, True, np.zeros((3, 3, 3))), "progress": OBJECTS[1:]}
-                | {"n_folds": NUMBERS, "random_state": (*NUMBERS, 1.5)},
-            ),
-            (
-                EmbeddingAdapter(max_unseen_loss=None).fit_pairs,
-                pairs | {"side": "both"},
-                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "side": (*TEXTS, None)}
-                | {"groups": LABELS[1:], "negatives": (*VALUES[2:], 0, -1, 1.5, True)},
-            ),
-        ],
-        "pairs.evaluate_pairs": [
-            (
-                evaluate_pairs,
-                pairs | {"estimator": EmbeddingAdapter(max_unseen_loss=None).fit_pairs(**pairs, side="both")},
-                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "estimator": (*OBJECTS, fitted)}
-                | {"k": (*NUMBERS, 121), "confidence": NUMBERS, "random_state": NUMBERS},
-            ),
+            (store.open, {"version": store.versions()[0]}, {"version": ("nothing", 3, object())}),
         ],
         "deploy.monitor.Monitor": [
             (
@@ -414,7 +310,7 @@ def make_store_calls(folder):
     def langchain():
         from langchain_core.embeddings import DeterministicFakeEmbedding
 
-        from ega.deploy.langchain import AdaptedEmbeddings
+        from ega.deploy.wrappers import AdaptedEmbeddings
 
         valid = dict(embeddings=DeterministicFakeEmbedding(size=8), adapter=matrix)
         return [(AdaptedEmbeddings, valid, {"embeddings": OBJECTS, "adapter": adapters})]
@@ -422,7 +318,7 @@ def make_store_calls(folder):
     def llamaindex():
         from llama_index.core import MockEmbedding
 
-        from ega.deploy.llamaindex import AdaptedEmbedding
+        from ega.deploy.wrappers import AdaptedEmbedding
 
         valid = dict(embedding=MockEmbedding(embed_dim=8), adapter=matrix)
         return [(AdaptedEmbedding, valid, {"embedding": OBJECTS, "adapter": adapters})]
@@ -430,55 +326,14 @@ def make_store_calls(folder):
     def chroma():
         from chromadb.utils.embedding_functions import DefaultEmbeddingFunction
 
-        from ega.deploy.chroma import AdaptedEmbeddingFunction
+        from ega.deploy.wrappers import AdaptedEmbeddingFunction
 
         valid = dict(function=DefaultEmbeddingFunction(), adapter=path)
         return [(AdaptedEmbeddingFunction, valid, {"function": OBJECTS, "adapter": (*PATHS, "missing")})]
 
-    def collection():
-        from qdrant_client import QdrantClient, models
-
-        client = QdrantClient(":memory:")
-        client.create_collection("c", models.VectorParams(size=8, distance=models.Distance.COSINE))
-        client.upload_collection("c", vectors=x, ids=range(30))
-        wrong = {"client": OBJECTS, "collection": OBJECTS, "adapter": adapters, "vector": OBJECTS}
-        return dict(client=client, collection="c", adapter=matrix), wrong
-
-    def points():
-        from ega.deploy.qdrant import write_collection
-
-        valid, wrong = collection()
-        valid |= {"collection": "new", "es": EmbeddingSet(x, np.zeros(len(x), int))}
-        valid.pop("adapter")
-        names = [value for value in OBJECTS if not isinstance(value, str)]
-        wrong = {"client": OBJECTS, "collection": names, "es": OBJECTS, "batch_size": NUMBERS}
-        return [(write_collection, valid, wrong)]
-
-    def migration():
-        from ega.deploy.qdrant import migrate_collection
-
-        valid, wrong = collection()
-        return [(migrate_collection, valid, wrong | {"batch_size": NUMBERS, "max_rows": NUMBERS[1:]})]
-
-    def search():
-        from ega.deploy.qdrant import AdaptedCollection
-
-        valid, wrong = collection()
-        searched = AdaptedCollection(**valid)
-        return [
-            (AdaptedCollection, valid, wrong),
-            (searched.search, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
-            (searched.points, {"xq": x[:2]}, {"xq": MATRICES, "k": NUMBERS, "where": OBJECTS[1:]}),
-        ]
-
-    names = {"deploy.langchain.AdaptedEmbeddings": langchain, "deploy.llamaindex.AdaptedEmbedding": llamaindex}
-    names |= {"deploy.chroma.AdaptedEmbeddingFunction": chroma}
-    names |= {
-        "deploy.qdrant.write_collection": points,
-        "deploy.qdrant.migrate_collection": migration,
-        "deploy.qdrant.AdaptedCollection": search,
-    }
-    return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name.rpartition(".")[0]])}
+    makers = {"AdaptedEmbeddings": langchain, "AdaptedEmbedding": llamaindex, "AdaptedEmbeddingFunction": chroma}
+    names = {f"deploy.wrappers.{name}": make for name, make in makers.items()}
+    return {name: make() for name, make in names.items() if find_spec(api.NEEDS[name])}
 
 
 @pytest.fixture(scope="module")
@@ -496,7 +351,7 @@ NAMES = [name for names in api.TASKS.values() for name in names if not name.star
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_argument_is_an_input_error(name, calls):
     "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
-    if package := api.NEEDS.get(name.rpartition(".")[0]):
+    if package := api.NEEDS.get(name):
         pytest.importorskip(package)
     for function, valid, wrong in calls[name]:
         if valid is not None:

@@ -72,6 +72,23 @@ def test_first_page_lists_every_how_to_page(page):
     assert f"](howto/{page.name})" in (root / "docs/index.md").read_text() and page.read_text().count("\n") < 80
 
 
+def test_first_page_lists_every_chapter_under_its_title():
+    def title(path):
+        return next(
+            "".join(c["source"]).splitlines()[0][2:]
+            for c in json.loads(path.read_text())["cells"]
+            if c["cell_type"] == "markdown"
+        )
+
+    there = {path.relative_to(root).as_posix(): title(path) for path in (root / "nbs").glob("*/*.ipynb")}
+    listed = [(path, name) for of in api.chapters(root).values() for name, path in of]
+    assert dict(listed) == there and len(listed) == len(there)
+
+
+def test_readme_is_short():
+    assert len((root / "README.md").read_text().split()) <= 600
+
+
 # Links
 
 
