@@ -72,6 +72,54 @@ class Store:
     frozen = "vector"
     changes: Changes | None = None
 
+    # What a database implements, on trusted arrays; `versions` and `count` are public.
+
+    def _prepare(self, es):
+        raise NotImplementedError  # make the table, if there is none, and return the keys of the ids of a set
+
+    def _put(self, keys, es, is_new):
+        raise NotImplementedError  # write frozen embeddings, and remove what was adapted from those they replace
+
+    def _rows(self, versions, lacking=None, batch_size=2048) -> Iterator[tuple]:
+        raise NotImplementedError  # yield keys and vectors of the versions in batches, or of rows `lacking` one
+
+    def _create(self, version, adapter):
+        raise NotImplementedError  # make a version, after a check of the ids
+
+    def _write(self, version, keys, z):
+        raise NotImplementedError  # fill it
+
+    def _find(self, version, z, k, **options):
+        raise NotImplementedError  # the nearest rows as the database returns them
+
+    def _nearest(self, version, z, k, **options):
+        raise NotImplementedError  # the same as `Neighbours`, with `_as_neighbours`
+
+    def _made_by(self, version):
+        raise NotImplementedError  # the fingerprint of the adapter of a version
+
+    def _width(self):
+        raise NotImplementedError  # of the frozen embeddings
+
+    def _compares_directions(self):
+        raise NotImplementedError  # whether norms do not count where the frozen embeddings are searched
+
+    def _read_active(self):
+        raise NotImplementedError
+
+    def _write_active(self, version):
+        raise NotImplementedError
+
+    def versions(self) -> list[str]:
+        "Names of the versions."
+        raise NotImplementedError
+
+    def count(self, version: str | None) -> int:
+        "Number of the embeddings of a version; None: of all rows."
+        raise NotImplementedError
+
+    # What is the same for all.
+
     def __enter__(self) -> Any:
         return self
 
@@ -197,7 +245,7 @@ class Store:
             holds = "frozen embeddings" if is_raw else f"embeddings adapted by {str(made_by)[:12]}"
             raise InputError(
                 f"the active version {version!r} holds {holds}, not those of this adapter, "
-                f"{a.documents.fingerprint[:12]}; migrate and activate its version (`ega migrate ADAPTER STORE --activate`)"
+                f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
             )
         n, found = self.count(None), self.count(version)
         if found < n:
@@ -271,7 +319,8 @@ class LanceStore(Store):
         vector_column: str = "vector",  # frozen embeddings of any norm
     ):
         self.path, self.id_column, self.frozen = None, id_column, vector_column
-        self._table, self._counts = table, {}
+        self._table: Any = table
+        self._counts: dict = {}
         if isinstance(table, (str, Path)):
             self.path, self._table = check_path(table), None
             if self.path.suffix != ".lance" or self.path.is_file():
@@ -638,7 +687,7 @@ class IndexStore(Store):
         (self.folder / version / "about.json").unlink()  # from here on it is not finished
         shutil.rmtree(self.folder / version)
 
-    def migrate(
+    def migrate(  # type: ignore[override]
         self,
         adapter: Any,
         vectors: "Path | str | None" = None,

@@ -208,7 +208,7 @@ def as_module(
     module = LinearAdapter(a.input_dim, bias=a.offset is not None)
     with torch.no_grad():
         module.weight.copy_(torch.from_numpy(a.matrix) - torch.eye(a.input_dim))
-        if a.offset is not None:
+        if module.offset is not None:
             module.offset.copy_(torch.from_numpy(a.offset))
     return module.eval()
 

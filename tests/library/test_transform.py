@@ -2,28 +2,21 @@
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import throughput
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_runs import make_packs
 
-from ega.data.arrays import InputError, as_unit_rows, linear, normalize
+from ega.data.arrays import InputError, as_unit_rows, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
 from ega.data.vectors import open_vectors, read_embeddings
 from ega.deploy import transform as transform_module
@@ -31,7 +24,6 @@ from ega.deploy.transform import transform_file, transform_ray
 from ega.experiments.grids import ResultStore, run_grid_ray
 from ega.experiments.runs import build_config, run_experiment
 from ega.method.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
-from ega.method.closed_form import ClassStatistics, class_statistics
 
 D = 16
 ONE = dict(device="cpu", threads=1)
@@ -105,14 +97,6 @@ def test_thread_count_changes_no_bits_and_is_restored(tmp_path, small_blocks, th
     assert (
         np.array_equal(np.load(tmp_path / "z.npy"), transform_blocks(make_adapter(), unit_rows(777), 50))
         and torch.get_num_threads() == before
-    )
-
-
-def test_big_endian_input_and_float16_output(tmp_path):
-    np.save(tmp_path / "x.npy", unit_rows(60).astype(">f4"))
-    transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", dtype="float16", **ONE)
-    assert np.array_equal(
-        np.load(tmp_path / "z.npy"), transform(make_adapter(), unit_rows(60), device="cpu").astype("f2")
     )
 
 
@@ -229,14 +213,6 @@ def test_folder_of_files(tmp_path, small_blocks):
     )
 
 
-def test_adapter_from_a_file_and_adapter_is_not_changed(tmp_path):
-    np.save(tmp_path / "x.npy", unit_rows(9))
-    f = LoRAAdapter(D, rank=2, gen=torch.Generator()).train()
-    for name, adapter in (("a.npy", f), ("b.npy", str(save_adapter(f, tmp_path / "f.safetensors")))):
-        transform_file(adapter, tmp_path / "x.npy", tmp_path / name, **ONE)
-    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes() and f.training
-
-
 def test_affine_adapter_adapts_files_as_in_float64(tmp_path, small_blocks):
     "Given as a module and as a file; compared with l2(M x + b)."
     x, f = unit_rows(250), LinearAdapter(D, bias=True)
@@ -266,15 +242,6 @@ def test_bfloat16_is_close_to_float32_and_not_the_default(tmp_path):
         1e-9 < off.max() < 2**-13 and np.abs(np.linalg.norm(b, axis=1) - 1).max() < 1e-6
     )  # eight bits in the branch, not in the sum and its norm
     assert np.array_equal(a, transform_blocks(make_adapter(), unit_rows(300), 1024))
-
-
-@settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 300), first=st.integers(0, 299), size=st.integers(1, 120), group=st.integers(1, 90))
-def test_parquet_blocks_equal_slices(tmp_path_factory, n, first, size, group):
-    x, path = unit_rows(n, 3), tmp_path_factory.mktemp("p") / "x.parquet"
-    pq.write_table(pa.table({"v": list_array(x)}), path, row_group_size=group)
-    blocks = list(open_vectors(path, 3).blocks(min(first, n - 1), size))
-    assert np.array_equal(np.concatenate(blocks), x[min(first, n - 1) :]) and all(len(b) == size for b in blocks[:-1])
 
 
 # -- resume -------------------------------------------------------------------------------------------------
@@ -476,46 +443,42 @@ def interrupt_run(folder, f, name="x.npy", n=1000):
     return folder / name, folder / "z.npy"
 
 
-def test_progress_file_with_other_inputs_is_rejected(tmp_path, small_blocks):
+def test_other_inputs_do_not_continue_a_run(tmp_path, small_blocks):
     source, target = interrupt_run(tmp_path, make_adapter())
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    for f, how, words in (
-        (make_adapter(seed=1), {}, "started with another adapter; repeat"),
-        (make_adapter(), dict(dtype="float16"), "started with dtype 'float32', not 'float16'; repeat"),
-        (make_adapter(), dict(batch_size=100), "batch_size 50, not 100"),
-        (make_adapter(), dict(precision="bfloat16"), "precision 'float32', not 'bfloat16'"),
-        (make_adapter(seed=1), dict(dtype="float16"), "another adapter and dtype"),
+    for f, how in (
+        (make_adapter(seed=1), {}),
+        (make_adapter(), dict(dtype="float16")),
+        (make_adapter(), dict(batch_size=100)),
+        (make_adapter(), dict(precision="bfloat16")),
     ):
-        with pytest.raises(InputError, match=f"{words}.*delete z.npy.part and z.npy.part.json"):
+        with pytest.raises(InputError):
             transform_file(f, source, target, **{"batch_size": 50} | how, **ONE)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     os.utime(source, ns=(1, 1))
-    with pytest.raises(InputError, match="another source"):
+    with pytest.raises(InputError):
         transform_file(make_adapter(), source, target, batch_size=50, **ONE)
 
 
-def test_damaged_progress_or_part_file_is_rejected(tmp_path, small_blocks):
+def test_a_damaged_progress_or_part_file_is_refused(tmp_path, small_blocks):
     source, target = interrupt_run(tmp_path, make_adapter())
     progress, part = tmp_path / "z.npy.part.json", tmp_path / "z.npy.part"
     valid, rows = progress.read_text(), part.read_bytes()
-    for text in ("", "{", "[]", '{"rows": "7", "provenance": {}}', '{"rows": 7}', '"a"'):
+
+    def run():
+        return transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+
+    for text in ("", "[]", '{"rows": "7", "provenance": {}}', '{"rows": 7}'):
         progress.write_text(text)
-        with pytest.raises(InputError, match="delete it and z.npy.part"):
-            transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+        with pytest.raises(InputError):
+            run()
     progress.write_text(valid)
-    part.write_bytes(rows[:500])
-    with pytest.raises(InputError, match="is not what its progress file records"):
-        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
-    part.write_bytes(rows.replace(b"adapted by", b"ADAPTED BY"))  # the header of another version
-    with pytest.raises(InputError, match="is not what its progress file records"):
-        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
-    part.unlink()
-    with pytest.raises(InputError, match="is not what its progress file records"):
-        transform_file(make_adapter(), source, target, batch_size=50, **ONE)
+    for damaged in (rows[:500], rows.replace(b"adapted by", b"ADAPTED BY"), b""):
+        part.write_bytes(damaged)
+        with pytest.raises(InputError):
+            run()
     part.write_bytes(rows + b"incomplete block")
-    assert (
-        transform_file(make_adapter(), source, target, batch_size=50, **ONE).resumed_rows == json.loads(valid)["rows"]
-    )
+    assert run().resumed_rows == json.loads(valid)["rows"]
     assert np.array_equal(np.load(target), transform_blocks(make_adapter(), unit_rows(1000), 50))
 
 
@@ -567,21 +530,14 @@ def rows_with(row, value):
 
 
 @pytest.mark.parametrize("kind", ("npy", "parquet"))
-@pytest.mark.parametrize("row", (0, 99, 100, 777, 999))
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        (np.nan, "row {} has NaN or inf"),
-        (np.inf, "row {} has NaN or inf"),
-        (0, "row {} has norm 0"),
-    ],
-)
-def test_error_gives_the_number_of_a_bad_row(tmp_path, small_blocks, kind, row, value, words):
+@pytest.mark.parametrize("row", (0, 99, 100, 999))
+@pytest.mark.parametrize("value", (np.nan, np.inf, 0))
+def test_a_bad_row_is_refused_by_its_number(tmp_path, small_blocks, kind, row, value):
     x = rows_with(row, value)
     np.save(tmp_path / "x.npy", x) if kind == "npy" else pq.write_table(
         pa.table({"v": list_array(x)}), tmp_path / "x.parquet", row_group_size=130
     )
-    with pytest.raises(InputError, match=words.format(row)):
+    with pytest.raises(InputError, match=f"row {row} has"):
         transform_file(make_adapter(), tmp_path / f"x.{kind}", tmp_path / f"z.{kind}", batch_size=50, **ONE)
     assert not (tmp_path / f"z.{kind}").exists()
     if row < 100:
@@ -593,156 +549,99 @@ def test_rows_of_any_norm_are_brought_to_norm_1(tmp_path, small_blocks):
     np.save(tmp_path / "x.npy", x)
     transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", batch_size=50, **ONE)
     assert np.array_equal(np.load(tmp_path / "z.npy"), transform_blocks(make_adapter(), normalize(x), 50))
-    refused = {
-        0: "row 321 has norm 0",
-        np.nan: "row 321 has NaN",
-        1e300: r"row 321 has values above 3.4e\+38: outside the range of float32; scale the rows first",
-        1e-300: "row 321 has only values below 1.2e-38: outside the range of float32; scale the rows first",
-    }
-    for value, words in refused.items():
+    for value in (1e300, 1e-300):  # outside the range of float32
         x[321] = value
         np.save(tmp_path / "y.npy", x)
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match="row 321"):
             transform_file(make_adapter(), tmp_path / "y.npy", tmp_path / f"z{value}.npy", batch_size=50, **ONE)
 
 
-def edited_npy(change):
-    def write(path):
+NPY = {
+    "cut": lambda b: b[:-1],
+    "longer": lambda b: b + b"x",
+    "other shape": lambda b: b.replace(b"(20, 16)", b"(99, 16)"),
+    "negative shape": lambda b: b.replace(b"(20, 16)", b"(-2, 16)"),
+    "objects": lambda b: b.replace(b"'<f4'", b"'|O8'"),
+    "noise": lambda b: b"PAR1" + b[::-1],
+}
+COLUMNS = {
+    "another width": [[0.25] * 16] * 5 + [[1.0] * 15],
+    "a missing vector": [[1.0] * 16, None],
+    "a missing number": [[0.25] * 16, [None] * 16],
+    "texts": [["1"] * 16],
+    "numbers": [1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("wrong", (*NPY, *COLUMNS, "page"))
+def test_a_damaged_or_wrong_file_is_refused(tmp_path, wrong):
+    path = tmp_path / ("x.npy" if wrong in NPY else "x.parquet")
+    if wrong in NPY:
         np.save(path, unit_rows(20))
-        path.write_bytes(change(path.read_bytes()))
-
-    return write
-
-
-@pytest.mark.parametrize(
-    "write, words",
-    [
-        (lambda p: p.write_bytes(b""), "cannot be read"),
-        (lambda p: p.write_bytes(b"\x93NUMPY"), "cannot be read"),
-        (lambda p: p.write_bytes(os.urandom(5000)), "cannot be read"),
-        (edited_npy(lambda b: b[:-1]), "cannot be read"),
-        (edited_npy(lambda b: b[:100]), "cannot be read"),
-        (edited_npy(lambda b: b + b"x"), "expected 1408 bytes, got 1409"),
-        (edited_npy(lambda b: b.replace(b"'shape': (20, 16)", b"'shape': (2**99,)")), "cannot be read"),
-        (edited_npy(lambda b: b.replace(b"(20, 16)", b"(-2, 16)")), "cannot be read|expected"),
-        (edited_npy(lambda b: b.replace(b"'<f4'", b"'|O8'")), "cannot be read"),
-        (edited_npy(lambda b: b.replace(b"(20, 16)", b"(99, 16)")), "cannot be read"),
-        (lambda p: np.save(p, unit_rows(20)[0]), r"shape \(n, 16\)"),
-        (lambda p: np.save(p, np.empty((0, 16), "f4")), "at least one row|cannot be read"),
-        (lambda p: np.save(p, np.empty((16, 0), "f4")), "at least one row and one column"),
-        (lambda p: np.save(p, unit_rows(20, 15)), "expected 16 columns, as the adapter has, got 15"),
-        (lambda p: np.save(p, np.ones((20, 16), bool)), "real numbers, got dtype bool; convert it"),
-        (lambda p: np.save(p, np.full((20, 16), "a")), "real numbers, got dtype <U1; name the file of embeddings"),
-        (lambda p: np.save(p, np.ones((20, 16), "c8")), "real numbers, got dtype"),
-        (lambda p: np.save(p, np.array([[None] * 16]), allow_pickle=True), "cannot be read"),
-        (lambda p: np.save(p, np.ones((3, 16), np.longdouble)), "real numbers, got dtype"),
-    ],
-)
-def test_bad_npy_file_is_rejected(tmp_path, write, words):
-    write(tmp_path / "x.npy")
-    with pytest.raises(InputError, match=words) as error:
-        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
-    assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.npy"]
-
-
-def table(**columns):
-    return lambda p: pq.write_table(pa.table(columns), p)
+        path.write_bytes(NPY[wrong](path.read_bytes()))
+    elif wrong in COLUMNS:
+        pq.write_table(pa.table({"v": COLUMNS[wrong]}), path)
+    else:  # 64 bytes in the middle are overwritten: a checksum fails
+        options = dict(write_page_checksum=True, compression="none", use_dictionary=False, row_group_size=500)
+        pq.write_table(pa.table({"v": list_array(unit_rows(3000))}), path, **options)
+        good = path.read_bytes()
+        path.write_bytes(good[: len(good) // 2] + bytes(64) + good[len(good) // 2 + 64 :])
+    with pytest.raises(InputError):
+        transform_file(make_adapter(), path, tmp_path / f"z{path.suffix}", **ONE)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
-    "write, how, words",
+    "source, target, how",
     [
-        (lambda p: p.write_bytes(b""), {}, "cannot be read"),
-        (lambda p: p.write_bytes(b"PAR1" + os.urandom(500) + b"PAR1"), {}, "cannot be read"),
-        (table(v=list_array(unit_rows(1)[:0])), {}, "at least one row"),
-        (table(a=[1, 2]), {}, "found none; make one of a float column"),
-        (table(a=list_array(unit_rows(3)), b=list_array(unit_rows(3)), c=[1, 2, 3]), {}, "found a, b; name one"),
-        (table(a=list_array(unit_rows(3))), dict(column="b"), "expected one column 'b', the columns are a"),
-        (table(a=list_array(unit_rows(3)), c=[1, 2, 3]), dict(column="c"), "candidates: a"),
-        (table(a=list_array(unit_rows(3, 15))), {}, "row 0 of column 'a' has 15 numbers, expected 16"),
-        (table(a=[[1.0] * 16, [1.0] * 15, None]), {}, "row 2 has no vector"),
-        (table(a=[[0.25] * 16] * 5 + [[1.0] * 15]), {}, "row 5 of column 'a' has 15"),
-        (table(a=[[0.25] * 16, [None] * 16]), {}, "row 1 has NaN"),
-        (table(a=pa.array([["1"] * 16])), {}, "found none"),
+        ("none.npy", "z.npy", {}),
+        ("x.npy", "z.parquet", {}),
+        ("x.npy", "x.npy", {}),
+        ("x.csv", "z.csv", {}),
+        ("narrow.npy", "z.npy", {}),
+        ("lists.parquet", "z.parquet", {}),
+        ("x.npy", "z.npy", dict(column="v")),
+        ("x.npy", "z.npy", dict(dtype="int8")),
+        ("x.npy", "z.npy", dict(precision="f8")),
+        ("x.npy", "z.npy", dict(batch_size=0)),
+        ("x.npy", "z.npy", dict(threads=0)),
+        ("x.npy", "x.csv/z.npy", {}),
+        ("empty", "z", {}),
+        ("strange", "z", {}),
+        ("strange", "strange/z", {}),
+        ("adapted", "z", {}),
+        ("x.npy", "z.npy", dict(adapter=torch.nn.Linear(D, D))),
+        ("x.npy", "z.npy", dict(adapter="none.safetensors")),
+        ("x.npy", "z.npy", dict(adapter=np.ones((3, D)))),
     ],
 )
-def test_bad_parquet_file_is_rejected(tmp_path, write, how, words):
-    write(tmp_path / "x.parquet")
-    with pytest.raises(InputError, match=words) as error:
-        transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / "z.parquet", **how, **ONE)
-    assert "; " in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["x.parquet"]
-
-
-def test_damaged_parquet_page_raises_input_error(tmp_path, small_blocks):
-    "Overwrite 64 bytes in the middle of a valid file: a checksum, or another check, fails."
-    pq.write_table(
-        pa.table({"v": list_array(unit_rows(3000))}),
-        tmp_path / "x.parquet",
-        write_page_checksum=True,
-        compression="none",
-        use_dictionary=False,
-        row_group_size=500,
-    )
-    good = (tmp_path / "x.parquet").read_bytes()
-    for at in (4, len(good) // 3, len(good) // 2, len(good) * 2 // 3):
-        (tmp_path / "x.parquet").write_bytes(good[:at] + bytes(64) + good[at + 64 :])
-        with pytest.raises(InputError):
-            transform_file(make_adapter(), tmp_path / "x.parquet", tmp_path / f"z{at}.parquet", batch_size=50, **ONE)
-
-
-@pytest.mark.parametrize(
-    "source, target, how, words",
-    [
-        ("none.npy", "z.npy", {}, "no such file"),
-        ("x.npy", "z.parquet", {}, "target must end in .npy"),
-        ("x.npy", "x.npy", {}, "outside of the source"),
-        ("x.csv", "z.csv", {}, "expected a .npy or .parquet file"),
-        ("x.npy", "z.npy", dict(dtype="int8"), "dtype must be float32 or float16"),
-        ("x.npy", "z.npy", dict(precision="f8"), "precision must be"),
-        ("x.npy", "z.npy", dict(batch_size=0), "batch_size must be"),
-        ("x.npy", "z.npy", dict(batch_size=1.5), "batch_size must be"),
-        ("x.npy", "z.npy", dict(threads=0), "threads must be"),
-        ("x.npy", "x.csv/z.npy", {}, "folder cannot be made"),
-        ("empty", "z", {}, "at least one"),
-        ("strange", "z", {}, "found notes.txt"),
-        ("strange", "strange/z", {}, "outside of the source"),
-        ("nested", "z", {}, "found inner"),
-    ],
-)
-def test_bad_arguments_are_rejected(tmp_path, source, target, how, words):
-    for folder in ("empty", "strange", "nested/inner"):
-        (tmp_path / folder).mkdir(parents=True)
-    np.save(tmp_path / "x.npy", unit_rows(5))
+def test_wrong_input_is_refused_and_leaves_nothing(tmp_path, source, target, how):
+    for folder in ("empty", "strange", "adapted"):
+        (tmp_path / folder).mkdir()
+    np.save(tmp_path / "x.npy", unit_rows(5)), np.save(tmp_path / "narrow.npy", unit_rows(5, 15))
+    lists = pa.table({"a": list_array(unit_rows(5)), "b": list_array(unit_rows(5))})
+    pq.write_table(lists, tmp_path / "lists.parquet")
     (tmp_path / "x.csv").write_text("1"), (tmp_path / "strange/notes.txt").touch()
+    transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "adapted/x.npy", **ONE)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=words) as error:
-        transform_file(make_adapter(), tmp_path / source, tmp_path / target, **ONE | how)
-    assert sorted(tmp_path.rglob("*")) == before and str(error.value)
+    with pytest.raises(InputError):
+        transform_file(
+            how.get("adapter", make_adapter()),
+            tmp_path / source,
+            tmp_path / target,
+            **ONE | {name: value for name, value in how.items() if name != "adapter"},
+        )
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bad_adapters_are_rejected(tmp_path):
-    np.save(tmp_path / "x.npy", unit_rows(5))
-    for f, words in (
-        (torch.nn.Linear(D, D), "attribute d"),
-        (tmp_path / "none", "no such adapter"),
-        (str(tmp_path / "x.npy"), "cannot be read"),
-    ):
-        with pytest.raises(InputError, match=words):
-            transform_file(f, tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
-
-
-def test_unwritable_folder_and_full_disk_are_rejected(tmp_path, monkeypatch):
-    np.save(tmp_path / "x.npy", unit_rows(5))
-    monkeypatch.setattr(
-        transform_module.os, "access", lambda *a: False
-    )  # the tests may run as root, who may write anywhere
-    with pytest.raises(InputError, match="cannot be written to"):
-        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
-    monkeypatch.undo()
-    monkeypatch.setattr(transform_module.shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10, 10, 100))
-    with pytest.raises(InputError, match="its disk has 0.0 GB"):
-        transform_file(make_adapter(), tmp_path / "x.npy", tmp_path / "z.npy", **ONE)
-    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+def test_an_estimator_a_matrix_and_a_file_are_applied_and_not_changed(tmp_path):
+    np.save(tmp_path / "x.npy", unit_rows(9).astype(">f4"))
+    f = LoRAAdapter(D, rank=2, gen=torch.Generator()).train()
+    matrix = f.as_matrix().numpy()
+    for name, adapter in (("a", f), ("b", str(save_adapter(f, tmp_path / "f.safetensors"))), ("c", matrix)):
+        transform_file(adapter, tmp_path / "x.npy", tmp_path / f"{name}.npy", **ONE)
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes() and f.training
+    assert np.abs(np.load(tmp_path / "a.npy") - np.load(tmp_path / "c.npy")).max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", ("npy", "parquet"))
@@ -840,65 +739,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kinds=("npy", "parquet")):
     )
 
 
-# -- throughput -------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_resume_test_compares_all_rows(tmp_path):
-    f = make_adapter(64, 256)
-    run = throughput.resume_test(f, tmp_path, rows=200_000, rng=np.random.default_rng(0))
-    assert (
-        run["rows_equal"] == run["rows"] == 200_000
-        and 80_000 <= run["killed_after_rows"] <= run["resumed_rows"] < 200_000
-        and 100 < run["peak_rss_mb"] < 2048
-        and run["rows_per_s"] > 0
-    )
-    z = np.load(tmp_path / "z.npy", mmap_mode="r+")
-    z[123_456] *= -1
-    z.flush()  # the comparison must see this row
-    assert (
-        sum(
-            int((transform(f, a, device="cpu") == b).all(1).sum())
-            for a, b in zip(*(open_vectors(tmp_path / n, 64).blocks(0, 2**14) for n in ("x.npy", "z.npy")))
-        )
-        == 199_999
-    )
-
-
-def test_product_share_of_bare_products_is_one(tmp_path, monkeypatch):
-    "The matrix products alone have share 1, twice the products share 1/2."
-    f = make_adapter(64, 1024)
-    weights = [w for w in f.parameters() if w.ndim == 2]
-    for times, share in ((1, 1), (2, 0.5)):
-
-        def products(adapter, source, target, *, batch_size, **how):
-            for _ in range(times * 8192 // batch_size):
-                for w in weights:
-                    linear(torch.ones(batch_size, w.shape[1]), w)
-            Path(target).touch()
-
-        monkeypatch.setattr(throughput, "transform_file", products)
-        found = throughput.fraction_of_matmul_speed(f, tmp_path, rows=8192, rng=np.random.default_rng(0))
-        assert 0.6 * share < found["share_cpu"] < 1.5 * share and not list(
-            tmp_path.iterdir()
-        )  # other processes on the machine change the timing
-
-
-def test_committed_throughput_results():
-    record = json.loads((Path(__file__).parents[2] / "data/results/transform.json").read_text())
-    run = record["run"]
-    assert (
-        run["rows"] == run["rows_equal"] == 10**7
-        and 0 < run["killed_after_rows"] <= run["resumed_rows"] < 10**7
-        and run["peak_rss_mb"] < 2048
-    )
-    assert run["gb_in"] == run["gb_out"] == 20.48
-    names = {share["adapter"].split("(")[0] for share in record["shares"]}
-    assert names == {"PaperEGA", "ReleasedEGA", "LinearAdapter"}
-    assert all(share["share"] >= 0.8 for share in record["shares"] if "EGA" in share["adapter"])
-    assert {"cpu", "versions", "machine"} <= set(record["machine"])
-
-
 # -- Ray ---------------------------------------------------------------------------------------------------
 
 
@@ -986,20 +826,6 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
 
 
 @needs_ray
-def test_class_statistics_from_ray_tasks_are_those_of_all_files(cluster, tmp_path):
-    x, y = unit_rows(900, 16), np.arange(900) % 7
-    np.save(tmp_path / "a.npy", x[:500])
-    pq.write_table(pa.table({"v": list_array(x[500:])}), tmp_path / "b.parquet")
-    files = [(tmp_path / "a.npy", y[:500]), (tmp_path / "b.parquet", np.where(y[500:] == 3, -1, y[500:]))]
-    read_file = cluster.remote(class_statistics)
-    parts = cluster.get([read_file.remote(path, labels) for path, labels in files])
-    found = reduce(ClassStatistics.merge, parts, ClassStatistics(16))
-    expected = reduce(ClassStatistics.merge, [class_statistics(path, labels) for path, labels in files])
-    assert found.n == 900 - (y[500:] == 3).sum() and (found.counts == expected.counts).all()
-    assert found.squares.tobytes() == expected.squares.tobytes() and found.sums.tobytes() == expected.sums.tobytes()
-
-
-@needs_ray
 def test_run_grid_ray_equals_one_process(cluster, tmp_path):
     make_packs(tmp_path / "packs")
     configs = [build_config("unseen", "cub100", m, hidden=16, epochs=2) for m in ("frozen", "wccn", "supcon")]
@@ -1029,24 +855,6 @@ def test_a_fortran_order_file_gives_the_same_bytes(tmp_path, small_blocks):
     assert np.array_equal(read, x)
 
 
-def test_a_column_of_a_npy_file_is_refused(tmp_path):
-    np.save(tmp_path / "x.npy", unit_rows(20))
-    for read in (open_vectors, read_embeddings):
-        with pytest.raises(InputError, match=r"a .npy file has no columns, got column 'v'; leave out column="):
-            read(tmp_path / "x.npy", column="v")
-
-
-def test_a_wide_parquet_file_is_refused_with_the_line_that_converts_it(tmp_path):
-    x = unit_rows(20)
-    df = pd.DataFrame(x, columns=[f"d{i}" for i in range(16)])
-    df.to_parquet(tmp_path / "wide.parquet")
-    with pytest.raises(InputError) as error:
-        open_vectors(tmp_path / "wide.parquet")
-    line = re.search(r"with (pd\.DataFrame\(.*\))$", str(error.value))[1]
-    eval(line).to_parquet(tmp_path / "lists.parquet")
-    assert np.array_equal(read_embeddings(tmp_path / "lists.parquet")[0], x)
-
-
 def test_a_parquet_file_records_its_adapters(tmp_path):
     "By column: a column that was adapted is refused by any adapter, the other one is not."
     x = unit_rows(20)
@@ -1064,15 +872,6 @@ def test_a_parquet_file_records_its_adapters(tmp_path):
         with pytest.raises(InputError, match=f"not adapted, but the file records that the adapter {versions[0]}"):
             transform_file(f, paths[1], paths[2], column="a", **ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.parquet", "1.parquet", "x.parquet"]
-
-
-def test_a_folder_with_an_adapted_file_is_refused(tmp_path):
-    (tmp_path / "x").mkdir()
-    pq.write_table(pa.table({"v": list_array(unit_rows(20))}), tmp_path / "x" / "0.parquet")
-    transform_file(make_adapter(), tmp_path / "x" / "0.parquet", tmp_path / "x" / "1.parquet", **ONE)
-    with pytest.raises(InputError, match="1.parquet: expected vectors that are not adapted"):
-        transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
-    assert not (tmp_path / "z").exists() and not (tmp_path / "z.part").exists()
 
 
 def test_npy_files_record_their_adapter_and_numpy_reads_them(tmp_path):

@@ -304,7 +304,7 @@ def make_calls(folder):
 
 def make_store_calls(folder):
     "The same for the main objects that need another library; nothing is made without it."
-    matrix, x = np.eye(8, dtype="float32"), normalize(np.random.default_rng(0).normal(size=(30, 8)))
+    matrix = np.eye(8, dtype="float32")
     path, adapters = str(save_adapter(LinearAdapter(8), folder / "stored.safetensors")), (*OBJECTS, torch.eye(8))
 
     def langchain():
