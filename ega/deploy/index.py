@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,100 @@ def _read_about(folder):
             raise InputError(f"{folder / name} is missing or was changed after writing; copy or save the folder again")
     return about
 
+# %% ../../nbs/deploy/02_index.ipynb #make-index
+def _make_index(index, dim):
+    "A FAISS index of a factory string, or the given one; it must hold `dim` columns and number its rows."
+    faiss = import_faiss()
+    if isinstance(index, str):
+        try:
+            index = faiss.index_factory(dim, index)
+        except RuntimeError as error:
+            raise InputError(f"index must be a factory string such as IVF100,Flat, got {index!r}") from error
+    if not isinstance(index, faiss.Index) or index.d != dim or index.metric_type != faiss.METRIC_L2:
+        raise InputError(f"index must be a factory string or a FAISS index of {dim} columns with METRIC_L2")
+    if not _numbers_its_rows(index):
+        raise InputError("index must number its rows 0, 1, 2, ...; leave out IDMap and pass the ids with ids=")
+    return index
+
+
+def _train_and_add(index, n, batches, adapt, advance=None):
+    "Train an empty FAISS index on evenly spaced ones of the n rows of `batches()`, and add all of them, adapted."
+    if not index.is_trained:
+        step, first, sample = math.ceil(n / MAX_TRAIN_ROWS), 0, []
+        for x in batches():
+            if len(part := x[-first % step :: step]):
+                sample.append(adapt(part))
+            first += len(x)
+        try:
+            index.train(np.concatenate(sample))
+        except RuntimeError as error:
+            raise InputError(f"{n} rows cannot train this index; add more at once or choose fewer lists") from error
+    for x in batches():
+        index.add(adapt(x))
+        if advance:
+            advance(len(x))
+
+# %% ../../nbs/deploy/02_index.ipynb #load-index
+def _write_index(index, folder):
+    "Write an index into a folder, `about.json` last, and delete the files of the index that it replaces."
+    if folder.is_dir() and not (folder / "about.json").exists():
+        if not all(_INDEX_FILES.fullmatch(f.name) for f in folder.iterdir()):
+            raise InputError(f"{folder} contains files that are not of an index; name a new folder")
+    make_folder(folder)
+    adapter_folder = folder / f"adapter-{index.fingerprint[:16]}"
+    adapter_folder.mkdir(exist_ok=True)
+    write_adapter(index.adapter, adapter_folder)
+    ids, faiss = json.dumps(index.ids.tolist()), import_faiss()
+    about = {
+        "index": _write_hashed(folder, "index", ".faiss", lambda path: faiss.write_index(index.index, str(path))),
+        "ids": _write_hashed(folder, "ids", ".json", lambda path: path.write_text(ids)),
+        "fingerprint": index.fingerprint,
+        "rows": len(index),
+        "columns": index.adapter.columns,
+    }
+    with atomic_write(folder / "about.json") as temporary:
+        temporary.write_text(json.dumps(about | {"sha256": _hash_about(about)}, indent=1))
+    kept = {folder / about["index"], folder / about["ids"], adapter_folder}
+    for old in {
+        path for pattern in ("index-*", "ids-*", "adapter-*", ".*.tmp") for path in folder.glob(pattern)
+    } - kept:
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+
+
+def _read_index(folder, adapter):
+    "The adapter, the FAISS index and the ids of a folder."
+    about = _read_about(folder)
+    fingerprint = about["fingerprint"]
+    a = read_adapter(folder / f"adapter-{fingerprint[:16]}", fingerprint, adapter, columns=about["columns"])
+    try:
+        index = import_faiss().read_index(str(folder / about["index"]))
+    except READ_ERRORS as error:
+        raise InputError(f"{folder}: FAISS cannot read its index ({short_error(error)}); save it again") from error
+    if index.ntotal != about["rows"]:
+        raise InputError(f"{folder}: the index holds {index.ntotal} rows, expected {about['rows']}; save it again")
+    return a, index, read_json(folder / about["ids"], "a list of ids", root_type=list, max_bytes=2**32)
+
+# %% ../../nbs/deploy/02_index.ipynb #adapt-rows
+def _adapt(index, side, adapted_by, x):
+    "Adapted rows: raw ones are adapted by one side of an index, others must be adapted by this side or its adapter."
+    if adapted_by is None:
+        return side.transform(x)
+    if adapted_by not in (index.fingerprint, side.fingerprint):
+        raise InputError(
+            f"these embeddings were adapted by {str(adapted_by)[:12]}, the index holds embeddings adapted by "
+            f"{index.fingerprint[:12]}; pass the raw embeddings, or migrate the index"
+        )
+    return as_unit_rows(x, dim=side.output_dim)
+
+
+def _check_whole(index):
+    "Refuse an index with rows without ids, as an interrupted `add` leaves it."
+    if len(index) != len(index.ids):
+        raise InputError(
+            f"the index holds {len(index)} rows, but {len(index.ids)} ids, because an add was interrupted; "
+            "build it anew, or load it again"
+        )
+
 # %% ../../nbs/deploy/02_index.ipynb #add-rows
 class AdaptedIndex:
     """FAISS index that takes raw embeddings and adapts them before it adds or searches.
@@ -130,19 +225,9 @@ class AdaptedIndex:
     """
 
     def __init__(self, adapter: Any, index: Any = "Flat", ids: Any = None):
-        faiss = import_faiss()
         self.adapter = as_adapter(adapter)
-        self.fingerprint, dim = self.adapter.fingerprint, self.adapter.output_dim
-        if isinstance(index, str):
-            try:
-                index = faiss.index_factory(dim, index)
-            except RuntimeError as error:
-                raise InputError(f"index must be a factory string such as IVF100,Flat, got {index!r}") from error
-        if not isinstance(index, faiss.Index) or index.d != dim or index.metric_type != faiss.METRIC_L2:
-            raise InputError(f"index must be a factory string or a FAISS index of {dim} columns with METRIC_L2")
-        if not _numbers_its_rows(index):
-            raise InputError("index must number its rows 0, 1, 2, ...; leave out IDMap and pass the ids with ids=")
-        self.index, self.ids = index, _check_ids(ids, index.ntotal, np.empty(0, np.int64))
+        self.fingerprint, self.index = self.adapter.fingerprint, _make_index(index, self.adapter.output_dim)
+        self.ids = _check_ids(ids, self.index.ntotal, np.empty(0, np.int64))
         self._lock = threading.Lock()  # held by add
 
     def __getstate__(self):
@@ -170,25 +255,6 @@ class AdaptedIndex:
                 raise InputError(f"{name}={value!r} is no search parameter of {type(self.index).__name__}") from error
         return self
 
-    def _unit_rows(self, x, side, adapted_by):
-        "Adapted rows: raw ones are adapted, and others must be adapted by this adapter or this side of it."
-        if adapted_by is None:
-            return side.transform(x)
-        if adapted_by not in (self.fingerprint, side.fingerprint):
-            raise InputError(
-                f"these embeddings were adapted by {str(adapted_by)[:12]}, the index holds embeddings adapted by "
-                f"{self.fingerprint[:12]}; pass the raw embeddings, or migrate the index"
-            )
-        return as_unit_rows(x, dim=side.output_dim)
-
-    def _check_whole(self):
-        "Refuse an index with rows without ids, as an interrupted `add` leaves it."
-        if len(self) != len(self.ids):
-            raise InputError(
-                f"the index holds {len(self)} rows, but {len(self.ids)} ids, because an add was interrupted; "
-                "build it anew, or load it again"
-            )
-
     def add(self, x: Any, ids: Any = None, *, adapted_by: str | None = None, batch_size: int = 8192) -> "AdaptedIndex":
         """Adapt embeddings and add them; an index that needs training is trained by the first call.
 
@@ -212,35 +278,19 @@ class AdaptedIndex:
             If a column, a row, an id or `adapted_by` is wrong; nothing is added then.
         """
         x = x if hasattr(x, "shape") else np.asarray(x)
+        adapt = partial(_adapt, self, self.adapter.documents, adapted_by)
+        starts = range(0, len(x), batch_size)
         with self._lock:
-            self._check_whole()
+            _check_whole(self)
             new = _check_ids(ids, len(x), self.ids)
-            for i in range(0, len(x), batch_size):
+            for i in starts:
                 try:
-                    self._unit_rows(x[i : i + batch_size], self.adapter.documents, adapted_by)
+                    adapt(x[i : i + batch_size])
                 except InputError as error:
-                    raise InputError(f"{error}" + (f" (in the rows from {i} on)" if i else "")) from error
-            self._add_batches(lambda: (x[i : i + batch_size] for i in range(0, len(x), batch_size)), len(x), adapted_by)
+                    raise InputError(f"{error} (row 0 is row {i} of x)") from error
+            _train_and_add(self.index, len(x), lambda: (x[i : i + batch_size] for i in starts), adapt)
             self.ids = np.concatenate([self.ids, new]) if len(self.ids) else new
         return self
-
-    def _add_batches(self, batches, n, adapted_by=None, advance=None):
-        "Train an empty index on evenly spaced rows of `batches()`, and add all of them."
-        side = self.adapter.documents
-        if not self.index.is_trained:
-            step, first, sample = math.ceil(n / MAX_TRAIN_ROWS), 0, []
-            for x in batches():
-                if len(part := x[-first % step :: step]):
-                    sample.append(self._unit_rows(part, side, adapted_by))
-                first += len(x)
-            try:
-                self.index.train(np.concatenate(sample))
-            except RuntimeError as error:
-                raise InputError(f"{n} rows cannot train this index; add more at once or choose fewer lists") from error
-        for x in batches():
-            self.index.add(self._unit_rows(x, side, adapted_by))
-            if advance:
-                advance(len(x))
 
     def search(self, xq: Any, k: int = 10, *, adapted_by: str | None = None) -> Neighbours:
         """Adapt queries and search them.
@@ -259,8 +309,8 @@ class AdaptedIndex:
         Neighbours
             `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids; inf and -1 or "" where fewer are found.
         """
-        self._check_whole()
-        z = self._unit_rows(xq, self.adapter.queries, adapted_by)
+        _check_whole(self)
+        z = _adapt(self, self.adapter.queries, adapted_by, xq)
         missing = "" if self.ids.dtype.kind == "U" else -1
         if not len(self):  # FAISS 1.8 returns uninitialised distances from an empty index
             return Neighbours(np.full((len(z), k), np.inf, np.float32), np.full((len(z), k), missing))
@@ -269,32 +319,9 @@ class AdaptedIndex:
 
     def save(self, folder: Path | str) -> Path:
         "Write the index, the adapter and the ids into a new folder, or replace the index that a folder holds."
-        self._check_whole()
-        folder = Path(folder)
-        if folder.is_dir() and not (folder / "about.json").exists():
-            if not all(_INDEX_FILES.fullmatch(f.name) for f in folder.iterdir()):
-                raise InputError(f"{folder} contains files that are not of an index; name a new folder")
-        make_folder(folder)
-        adapter_folder = folder / f"adapter-{self.fingerprint[:16]}"
-        adapter_folder.mkdir(exist_ok=True)
-        write_adapter(self.adapter, adapter_folder)
-        ids = json.dumps(self.ids.tolist())
-        about = {
-            "index": _write_hashed(
-                folder, "index", ".faiss", lambda path: import_faiss().write_index(self.index, str(path))
-            ),
-            "ids": _write_hashed(folder, "ids", ".json", lambda path: path.write_text(ids)),
-            "fingerprint": self.fingerprint,
-            "rows": len(self),
-            "columns": self.adapter.columns,
-        }
-        with atomic_write(folder / "about.json") as temporary:
-            temporary.write_text(json.dumps(about | {"sha256": _hash_about(about)}, indent=1))
-        kept = {folder / about["index"], folder / about["ids"], adapter_folder}
-        for old in {path for pattern in ("index-*", "ids-*", "adapter-*", ".*.tmp") for path in folder.glob(pattern)}:
-            if old not in kept:
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        return folder
+        _check_whole(self)
+        _write_index(self, Path(folder))
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str, adapter: Any = None) -> "AdaptedIndex":
@@ -312,18 +339,7 @@ class AdaptedIndex:
         InputError
             If a file is missing or damaged, or the adapter is not the one the index was built with.
         """
-        folder = Path(folder)
-        about = _read_about(folder)
-        adapter_folder = folder / f"adapter-{about['fingerprint'][:16]}"
-        a = read_adapter(adapter_folder, about["fingerprint"], adapter, columns=about["columns"])
-        try:
-            index = import_faiss().read_index(str(folder / about["index"]))
-        except READ_ERRORS as error:
-            raise InputError(f"{folder}: FAISS cannot read its index ({short_error(error)}); save it again") from error
-        if index.ntotal != about["rows"]:
-            raise InputError(f"{folder}: the index holds {index.ntotal} rows, expected {about['rows']}; save it again")
-        ids = read_json(folder / about["ids"], "a list of ids", root_type=list, max_bytes=2**32)
-        return cls(a, index, ids)
+        return cls(*_read_index(Path(folder), adapter))
 
 # %% ../../nbs/deploy/02_index.ipynb #fold
 def _affine_adapter(adapter):

@@ -12,6 +12,7 @@ import sqlite3
 import uuid
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..data.arrays import InputError, import_optional, short_repr
 from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, read_json, short_error
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
 from ..data.vectors import check_not_adapted, iter_normalized_batches, open_vectors
-from .index import AdaptedIndex, _check_ids
+from .index import AdaptedIndex, _check_ids, _train_and_add
 from .transform import file_stat_key, progress_bar
 from ..measure.search import Neighbours
 from ..method.interface import as_adapter
@@ -55,27 +56,12 @@ def _as_neighbours(n, k, query, ids, D):
     found.D[query, rank], found.I[query, rank] = D, ids
     return found
 
-# %% ../../nbs/deploy/03_stores.ipynb #migrate
-class Store:
-    """Embeddings under ids: the frozen ones, and a version for each adapter; one version is active.
+# %% ../../nbs/deploy/03_stores.ipynb #database
+class _Database:
+    "What a database implements: versions of embeddings under keys."
 
-    `open_store` opens one. The methods without an underscore are the same for every database.
-
-    Attributes
-    ----------
-    frozen : str
-        Name of the version of frozen embeddings.
-    changes : Changes or None
-        What the last `add` has done.
-    """
-
-    frozen = "vector"
-    changes: Changes | None = None
-
-    # What a database implements, on trusted arrays; `versions` and `count` are public.
-
-    def _prepare(self, es):
-        raise NotImplementedError  # make the table, if there is none, and return the keys of the ids of a set
+    def _prepare(self, es):  # make the table, if there is none, and return the keys of the ids of a set
+        raise InputError("this store keeps no frozen embeddings; name their file in migrate")
 
     def _put(self, keys, es, is_new):
         raise NotImplementedError  # write frozen embeddings, and remove what was adapted from those they replace
@@ -104,7 +90,9 @@ class Store:
     def _compares_directions(self):
         raise NotImplementedError  # whether norms do not count where the frozen embeddings are searched
 
-    def _read_active(self):
+    @property
+    def active(self) -> str | None:
+        "Name of the version that is searched."
         raise NotImplementedError
 
     def _write_active(self, version):
@@ -118,7 +106,89 @@ class Store:
         "Number of the embeddings of a version; None: of all rows."
         raise NotImplementedError
 
-    # What is the same for all.
+# %% ../../nbs/deploy/03_stores.ipynb #check-directions
+def _check_width(width, expected):
+    "Refuse embeddings that another encoder made."
+    if width != expected:
+        raise InputError(f"expected vectors of {expected} numbers, got {width}; were they made by another encoder?")
+
+
+def _check_directions(ids, x):
+    "Refuse embeddings that are not finite or 0, and name the id of the first."
+    usable = np.isfinite(x).all(1) & x.any(1)
+    if not usable.all():
+        first = ids[int(np.argmin(usable))]
+        raise InputError(f"vectors must be finite and not 0, first wrong one: id {first!r}; repair or delete it")
+
+# %% ../../nbs/deploy/03_stores.ipynb #fill
+def _compare(store, keys, x, batch_size):
+    "Row numbers of frozen embeddings that a store lacks, and of those that differ from the ones under their keys."
+    row_of = {key: row for row, key in enumerate(keys)}
+    present, updated = np.zeros(len(keys), bool), [np.empty(0, int)]
+    for stored_keys, stored in store._rows([store.frozen], batch_size=batch_size):
+        held = [(i, row_of[key]) for i, key in enumerate(stored_keys) if key in row_of]
+        places, rows = np.array(held, int).reshape(-1, 2).T
+        present[rows] = True
+        stored = stored[places] / np.linalg.norm(stored[places], axis=1, keepdims=True)  # a database may rescale them
+        updated.append(rows[_changed(stored, x[rows])])
+    return np.flatnonzero(~present), np.concatenate(updated)
+
+
+def _fill(store, version, documents, limit, batch_size, advance):
+    "Adapt at most `limit` embeddings that lack a version."
+    while limit > 0:
+        lacking = store._rows([store.frozen], lacking=version, batch_size=min(batch_size, limit))
+        if (batch := next(lacking, None)) is None:
+            return
+        _check_directions(*batch)
+        store._write(version, batch[0], documents.transform(batch[1]))
+        limit -= len(batch[0])
+        advance(len(batch[0]))
+
+
+def _fill_changed(store, version, documents, batch_size):
+    "Adapt the embeddings again that have changed since they were adapted."
+    for keys, x, z in store._rows([store.frozen, version], batch_size=batch_size):
+        _check_directions(keys, x)
+        expected = documents.transform(x)
+        if len(rows := _changed(expected, z)):
+            store._write(version, [keys[row] for row in rows], expected[rows])
+
+
+def _adapt_queries(store, adapter, xq):
+    "The active version, if the adapter made it, and the adapted queries (nq, d'). Another one is refused."
+    a, version = as_adapter(adapter), store.active
+    if version == store.frozen:
+        fits, holds = a.documents.is_identity and store._compares_directions(), "frozen embeddings"
+    else:
+        made_by = str(store._made_by(version))
+        fits, holds = made_by == a.documents.fingerprint, f"embeddings adapted by {made_by[:12]}"
+    if not fits:
+        raise InputError(
+            f"the active version {version!r} holds {holds}, not those of this adapter, "
+            f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
+        )
+    n, found = store.count(None), store.count(version)
+    if found < n:
+        warnings.warn(f"{n - found} of {n} embeddings are not found, because they were not migrated", stacklevel=3)
+    return version, a.queries.transform(xq)
+
+# %% ../../nbs/deploy/03_stores.ipynb #migrate
+class Store(_Database):
+    """Embeddings under ids: the frozen ones, and a version for each adapter; one version is active.
+
+    `open_store` opens one. The methods without an underscore are the same for every database.
+
+    Attributes
+    ----------
+    frozen : str
+        Name of the version of frozen embeddings.
+    changes : Changes or None
+        What the last `add` has done.
+    """
+
+    frozen = "vector"
+    changes: Changes | None = None
 
     def __enter__(self) -> Any:
         return self
@@ -129,26 +199,12 @@ class Store:
     def close(self) -> None:
         "Release what the store holds open."
 
-    @property
-    def active(self) -> str | None:
-        "Name of the version that is searched."
-        return self._read_active()
-
     def add(self, es: EmbeddingSet, *, batch_size: int = 512, progress: bool = False) -> Changes:
         "Write frozen embeddings, with label, class and split: add new ids, replace embeddings that have changed."
         keys = self._prepare(es)
-        row_of = {key: row for row, key in enumerate(keys)}
-        present, updated = np.zeros(len(es), bool), []
-        for ids, x in self._rows([self.frozen], batch_size=batch_size):
-            held = [(i, row_of[key]) for i, key in enumerate(ids) if key in row_of]
-            if held:
-                places, rows = (np.array(column) for column in zip(*held))
-                present[rows] = True
-                lengths = np.linalg.norm(x[places], axis=1, keepdims=True)  # a database may have brought them to norm 1
-                updated.extend(rows[_changed(x[places] / lengths, es.x[rows])])
-        new = np.flatnonzero(~present)
+        new, updated = _compare(self, keys, es.x, batch_size)
         with progress_bar(len(new) + len(updated), progress, "write") as advance:
-            for rows, is_new in ((new, True), (np.array(updated, int), False)):
+            for rows, is_new in ((new, True), (updated, False)):
                 for i in range(0, len(rows), batch_size):
                     part = rows[i : i + batch_size]
                     self._put([keys[row] for row in part], es.take(part), is_new)
@@ -157,13 +213,7 @@ class Store:
         return self.changes
 
     def migrate(
-        self,
-        adapter: Any,
-        vectors: "EmbeddingSet | Path | str | None" = None,
-        *,
-        batch_size: int = 2048,
-        max_rows: int | None = None,
-        progress: bool = False,
+        self, adapter: Any, vectors: Any = None, *, batch_size: int = 2048, max_rows: Any = None, progress: bool = False
     ) -> str:
         """Write the version of an adapter beside the active one; the same call resumes after a kill.
 
@@ -206,26 +256,13 @@ class Store:
                 _check_directions(ids, x)
             self._create(version, documents)
         missing = self.count(self.frozen) - self.count(version)
-        limit = missing if max_rows is None else min(missing, max_rows)
-        with progress_bar(limit, progress, "adapt") as advance:
-            while limit > 0:
-                lacking = self._rows([self.frozen], lacking=version, batch_size=min(batch_size, limit))
-                if (batch := next(lacking, None)) is None:
-                    break
-                self._adapt(version, documents, *batch)
-                limit -= len(batch[0])
-                advance(len(batch[0]))
+        with progress_bar(missing, progress, "adapt") as advance:
+            _fill(
+                self, version, documents, missing if max_rows is None else min(missing, max_rows), batch_size, advance
+            )
         if not is_new and max_rows is None:
-            for ids, x, z in self._rows([self.frozen, version], batch_size=batch_size):
-                _check_directions(ids, x)
-                if len(rows := _changed(documents.transform(x), z)):
-                    self._adapt(version, documents, [ids[row] for row in rows], x[rows])
+            _fill_changed(self, version, documents, batch_size)
         return version
-
-    def _adapt(self, version, documents, ids, x):
-        "Write the adapted embeddings of frozen ones."
-        _check_directions(ids, x)
-        self._write(version, ids, documents.transform(x))
 
     def activate(self, version: str) -> "Store":
         "Search a complete version from now on, or the frozen embeddings again; returns the store."
@@ -235,22 +272,6 @@ class Store:
             raise InputError(f"{missing} embeddings have no vector in {version!r}; migrate to the end first")
         self._write_active(version)
         return self
-
-    def _adapted_queries(self, adapter, xq):
-        "The active version, if an adapter made it, and the adapted queries (nq, d')."
-        a, version = as_adapter(adapter), self._read_active()
-        made_by = a.documents.fingerprint if version == self.frozen else self._made_by(version)
-        is_raw = version == self.frozen and not (a.documents.is_identity and self._compares_directions())
-        if is_raw or made_by != a.documents.fingerprint:
-            holds = "frozen embeddings" if is_raw else f"embeddings adapted by {str(made_by)[:12]}"
-            raise InputError(
-                f"the active version {version!r} holds {holds}, not those of this adapter, "
-                f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
-            )
-        n, found = self.count(None), self.count(version)
-        if found < n:
-            warnings.warn(f"{n - found} of {n} embeddings are not found, because they were not migrated", stacklevel=3)
-        return version, a.queries.transform(xq)
 
     def search(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Neighbours:
         """Adapt raw queries and search the active version.
@@ -272,29 +293,15 @@ class Store:
         Neighbours
             `D` (nq, k) squared L2 distances and `I` (nq, k) ids; inf and -1 or "" where fewer are found.
         """
-        version, z = self._adapted_queries(adapter, xq)
+        version, z = _adapt_queries(self, adapter, xq)
         return self._nearest(version, z, k, **options)
 
     def rows(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Any:
         "The nearest rows of each query as the database returns them, with other columns (``columns``) or payloads."
-        version, z = self._adapted_queries(adapter, xq)
+        version, z = _adapt_queries(self, adapter, xq)
         return self._find(version, z, k, **options)
 
-# %% ../../nbs/deploy/03_stores.ipynb #check-directions
-def _check_width(width, expected):
-    "Refuse embeddings that another encoder made."
-    if width != expected:
-        raise InputError(f"expected vectors of {expected} numbers, got {width}; were they made by another encoder?")
-
-
-def _check_directions(ids, x):
-    "Refuse embeddings that are not finite or 0, and name the id of the first."
-    usable = np.isfinite(x).all(1) & x.any(1)
-    if not usable.all():
-        first = ids[int(np.argmin(usable))]
-        raise InputError(f"vectors must be finite and not 0, first wrong one: id {first!r}; repair or delete it")
-
-# %% ../../nbs/deploy/03_stores.ipynb #a0365f17
+# %% ../../nbs/deploy/03_stores.ipynb #lance-arrays
 def _vectors(column):
     "An Arrow array of fixed-size lists as an array (n, d)."
     column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
@@ -308,8 +315,29 @@ def _vector_column(x):
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x, np.float32).ravel()), x.shape[1])
 
 
-class LanceStore(Store):
-    "A table of LanceDB, FOLDER/NAME.lance, with a column of adapted vectors for each adapter."
+def _search_table(table, column, is_raw, z, k, columns, *, where=None, nprobes=None):
+    "The columns of the nearest rows, with query_index and _distance (squared L2); raw vectors may have any norm."
+    import pyarrow as pa
+
+    query = table.search(z, vector_column_name=column).distance_type("cosine" if is_raw else "l2")
+    query = query.limit(k).select([*columns, "_distance"])
+    query = query if where is None else query.where(where, prefilter=True)
+    query = query if nprobes is None else query.nprobes(nprobes)
+    try:
+        found = query.to_arrow()
+    except ValueError as error:
+        names = ", ".join(table.schema.names)
+        raise InputError(f"where={where!r} must be SQL on the columns {names} ({short_error(error)})") from error
+    if is_raw:  # squared L2 distances of unit rows are twice as large; rounding makes 1 - cosine negative
+        D = pa.array(2 * found["_distance"].to_numpy().clip(min=0))
+        found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
+    if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
+        found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
+    return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))
+
+# %% ../../nbs/deploy/03_stores.ipynb #lance-table
+class _LanceTable(Store):
+    "A table of LanceDB, and what its metadata say."
 
     def __init__(
         self,
@@ -376,11 +404,17 @@ class LanceStore(Store):
     def _made_by(self, version):
         return self._metadata(version).get("ega_adapter")
 
-    def _read_active(self):
+    @property
+    def active(self) -> str:
+        "Name of the column that is searched."
         return self.frozen if self._table is None else self._metadata(self.frozen).get("ega_serves", self.frozen)
 
     def _write_active(self, version):
         self.table.update_field_metadata({"path": self.frozen, "metadata": {"ega_serves": version}})
+
+# %% ../../nbs/deploy/03_stores.ipynb #a0365f17
+class LanceStore(_LanceTable):
+    "A table of LanceDB, FOLDER/NAME.lance, with a column of adapted vectors for each adapter."
 
     def _prepare(self, es):
         if self._table is not None:
@@ -436,33 +470,15 @@ class LanceStore(Store):
         if not self.table.merge_insert(self.id_column).when_matched_update_all().execute(adapted).num_updated_rows:
             raise InputError(f"none of {len(ids)} rows was found again by its id; was it changed during the migration?")
 
-    def _find(self, version, z, k, *, where=None, columns=None, nprobes=None):
-        "A table of the columns, by default the ids, with query_index and _distance (squared L2)."
-        import pyarrow as pa
-
-        is_raw = version == self.frozen  # its vectors may have any norm
-        query = self.table.search(z, vector_column_name=version).distance_type("cosine" if is_raw else "l2")
-        query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
-        query = query if where is None else query.where(where, prefilter=True)
-        query = query if nprobes is None else query.nprobes(nprobes)
-        try:
-            found = query.to_arrow()
-        except ValueError as error:
-            names = ", ".join(self.table.schema.names)
-            raise InputError(f"where={where!r} must be SQL on the columns {names} ({short_error(error)})") from error
-        if is_raw:  # squared L2 distances of unit rows are twice as large; rounding makes 1 - cosine negative
-            D = pa.array(2 * found["_distance"].to_numpy().clip(min=0))
-            found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
-        if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
-            found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
-        return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))
+    def _find(self, version, z, k, *, columns=None, **options):
+        return _search_table(self.table, version, version == self.frozen, z, k, columns or [self.id_column], **options)
 
     def _nearest(self, version, z, k, **options):
         found = self._find(version, z, k, **options)
         ids = found[self.id_column].to_numpy(zero_copy_only=False)
         return _as_neighbours(len(z), k, found["query_index"].to_numpy(), ids, found["_distance"].to_numpy())
 
-# %% ../../nbs/deploy/03_stores.ipynb #e82246e4
+# %% ../../nbs/deploy/03_stores.ipynb #open-qdrant
 def _open_qdrant(path):
     "A client of Qdrant inside the process, on a folder; a new folder is made."
     path = check_path(path)
@@ -475,9 +491,9 @@ def _open_qdrant(path):
             raise InputError(f"{path} is in use by another client of Qdrant; close that one first") from error
         raise InputError(f"{path}: this folder of Qdrant cannot be opened ({short_error(error)})") from error
 
-
-class QdrantStore(Store):
-    "A collection of Qdrant, with a named vector for each adapter."
+# %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
+class _QdrantCollection(Store):
+    "A collection of Qdrant, and what its metadata say."
 
     def __init__(
         self,
@@ -549,13 +565,19 @@ class QdrantStore(Store):
     def _made_by(self, version):
         return self._metadata("ega_adapter", version)
 
-    def _read_active(self):
+    @property
+    def active(self) -> str:
+        "Name of the vector that is searched."
         exists = self.client.collection_exists(self.collection)
         name = self._metadata("ega_active", self._raw) if exists else None
         return self.frozen if name in (None, self._raw) else name
 
     def _write_active(self, version):
         self._set_metadata(self._raw, ega_active=self._name(version))
+
+# %% ../../nbs/deploy/03_stores.ipynb #e82246e4
+class QdrantStore(_QdrantCollection):
+    "A collection of Qdrant, with a named vector for each adapter."
 
     def _prepare(self, es):
         if not self.client.collection_exists(self.collection):
@@ -615,6 +637,39 @@ class QdrantStore(Store):
         D = 2 - 2 * np.minimum(score, 1) if version == self.frozen else score**2
         return _as_neighbours(len(z), k, query, ids if len(ids) else ids.astype(np.int64), D)
 
+# %% ../../nbs/deploy/03_stores.ipynb #faiss-source
+def _write_json(path, values):
+    "Write values that JSON can hold."
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(values))
+
+
+def _check_made_from(folder, made_from):
+    "Refuse a finished version that was built from other vectors, with other ids or another factory string."
+    before = read_json(folder / "made_from.json", "what a version was built from")
+    if differing := [name for name in made_from if before.get(name) != made_from[name]]:
+        raise InputError(
+            f"{folder} was built from another {' and '.join(differing)}, or the file has changed; to build it anew, "
+            "activate another version and drop this one, or choose another store"
+        )
+
+
+def _read_vectors(source, adapter, column, ids):
+    "The file of frozen embeddings, the ids of its rows (those given, those of a pack, or row numbers), and a record."
+    rows = open_vectors(source, adapter.documents.input_dim, column)
+    check_not_adapted(rows)
+    if ids is None and rows.pack:
+        ids = read_parquet(source, ["id"])["id"].to_pylist()
+    ids = _check_ids(ids, rows.n, np.empty(0, np.int64))
+    return rows, ids, {"source": [*file_stat_key(source), rows.column], "ids": hash_arrays(ids)}
+
+# %% ../../nbs/deploy/03_stores.ipynb #add-file
+def _add_file(index, rows, *, batch_size=8192, progress=False):
+    "Adapt and add the rows of a file to the FAISS index of an AdaptedIndex."
+    batches = partial(iter_normalized_batches, rows, 0, batch_size)
+    with progress_bar(rows.n, progress, "index") as advance:
+        _train_and_add(index.index, rows.n, batches, index.adapter.documents.apply, advance)
+
 # %% ../../nbs/deploy/03_stores.ipynb #migrate-index
 class IndexStore(Store):
     """Folder of versions of an `AdaptedIndex`, one for each adapter, named by its fingerprint; one is active.
@@ -642,41 +697,31 @@ class IndexStore(Store):
         "Number of embeddings of a version; None: of the active one."
         return len(self.open(version))
 
-    def add(self, es: EmbeddingSet, **options: Any) -> Changes:
-        "Refused: the versions are built by `migrate` from a file."
-        raise InputError(f"{self.folder} keeps no frozen embeddings; name their file in migrate")
-
-    def _read_active(self):
-        path = self.folder / "current.json"
-        if not path.exists():
+    @property
+    def active(self) -> str | None:
+        "Name of the version that is searched, None if there is none."
+        if not (self.folder / "current.json").exists():
             return None
-        version = read_json(path, "the name of a version").get("version")
-        if version not in self.versions():
-            raise InputError(
-                f"{path} names no finished version; activate one of {', '.join(self.versions()) or 'none'}"
-            )
+        version = read_json(self.folder / "current.json", "the name of a version").get("version")
+        self._check_finished(version)
         return version
 
     def open(self, version: str | None = None, adapter: Any = None) -> AdaptedIndex:
         "Load a version, by default the active one; `adapter` as in `AdaptedIndex.load`."
-        version = version or self.active
-        if version is None:
-            raise InputError(
-                f"{self.folder} has no active version; migrate and activate one (`ega migrate --activate`)"
-            )
-        self._check_finished(version)
+        self._check_finished(version := version or self.active)
         return AdaptedIndex.load(self.folder / version, adapter)
 
     def _check_finished(self, version):
         if version not in self.versions():
-            finished = ", ".join(self.versions()) or "none"
-            raise InputError(f"there is no finished version {short_repr(version)}; finished versions: {finished}")
+            raise InputError(
+                f"{self.folder}: expected an active or finished version, got {short_repr(version)}; the finished ones are "
+                f"{self.versions()}; migrate a file of vectors (--vectors) and activate its version (--activate)"
+            )
 
     def activate(self, version: str) -> "IndexStore":
         "Search a finished version from now on; returns the store."
         self._check_finished(version)
-        with atomic_write(self.folder / "current.json") as temporary:
-            temporary.write_text(json.dumps({"version": version}))
+        _write_json(self.folder / "current.json", {"version": version})
         return self
 
     def drop(self, version: str) -> None:
@@ -690,13 +735,12 @@ class IndexStore(Store):
     def migrate(  # type: ignore[override]
         self,
         adapter: Any,
-        vectors: "Path | str | None" = None,
+        vectors: Any = None,
         *,
         index_factory: str = "Flat",
         ids: Any = None,
         column: str | None = None,
-        batch_size: int = 8192,
-        progress: bool = False,
+        **options: Any,
     ) -> str:
         """Build the version of an adapter beside the active one, or find it finished.
 
@@ -712,10 +756,8 @@ class IndexStore(Store):
             Ids of the embeddings; those of a pack, or row numbers, by default.
         column : str, optional
             Column of the embeddings in a Parquet file.
-        batch_size : int, default 8192
-            Embeddings adapted at once.
-        progress : bool, default False
-            Show a bar.
+        **options
+            ``batch_size`` (8192), embeddings adapted at once, and ``progress``, whether to show a bar.
 
         Returns
         -------
@@ -725,35 +767,18 @@ class IndexStore(Store):
         a = as_adapter(adapter)
         folder = self.folder / a.fingerprint[:16]
         if vectors is None:
-            if folder.name not in self.versions():
-                raise InputError(
-                    f"{self.folder} holds no version of this adapter, and a FAISS index does not keep the vectors to "
-                    "adapt; name their file (--vectors)"
-                )
+            self._check_finished(folder.name)
             return folder.name
-        source = check_path(vectors, "vectors")
-        rows, index = open_vectors(source, a.documents.input_dim, column), AdaptedIndex(a, index_factory)
-        check_not_adapted(rows)
-        if ids is None and rows.pack:
-            ids = read_parquet(source, ["id"])["id"].to_pylist()
-        ids = _check_ids(ids, rows.n, np.empty(0, np.int64))
-        made_from = {"source": [*file_stat_key(source), rows.column], "index_factory": index_factory}
-        made_from["ids"] = hash_arrays(ids)
+        source, index = check_path(vectors, "vectors"), AdaptedIndex(a, index_factory)
+        rows, ids, made_from = _read_vectors(source, a, column, ids)
+        made_from["index_factory"] = index_factory
         if folder.name in self.versions():
-            before = read_json(folder / "made_from.json", "what a version was built from")
-            if differing := [name for name in made_from if before.get(name) != made_from[name]]:
-                raise InputError(
-                    f"{folder} was built from another {' and '.join(differing)}, or the file has changed; to build it "
-                    "anew, activate another version and drop this one, or choose another store"
-                )
+            _check_made_from(folder, made_from)
             return folder.name
-        with progress_bar(rows.n, progress, "index") as advance:
-            index._add_batches(lambda: iter_normalized_batches(rows, 0, batch_size), rows.n, advance=advance)
+        _add_file(index, rows, **options)
         index.ids = ids
-        with atomic_write(folder / "made_from.json") as temporary:
-            temporary.write_text(json.dumps(made_from))
-        index.save(folder)
-        return folder.name
+        _write_json(folder / "made_from.json", made_from)
+        return index.save(folder).name
 
     def search(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Neighbours:
         "Search the active version, as `Store.search` does; `adapter` must be the one it was built with."

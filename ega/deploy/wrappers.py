@@ -227,6 +227,12 @@ def _check_same_adapter(filled_with, fingerprint):
         )
 
 
+if _EmbeddingFunction is not object:
+    import_optional("chromadb.utils.embedding_functions", "chroma").register_embedding_function(
+        AdaptedEmbeddingFunction
+    )
+
+# %% ../../nbs/deploy/04_wrappers.ipynb #open-collection
 def open_collection(
     client: Any,  # client of Chroma
     name: str,  # of an existing collection
@@ -242,9 +248,3 @@ def open_collection(
     if "config" in stored:
         _check_same_adapter(stored["config"].get("fingerprint"), function.fingerprint)
     return client.get_collection(name, embedding_function=function)
-
-
-if _EmbeddingFunction is not object:
-    import_optional("chromadb.utils.embedding_functions", "chroma").register_embedding_function(
-        AdaptedEmbeddingFunction
-    )
