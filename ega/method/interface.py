@@ -247,7 +247,7 @@ def _read_matrix(path):
             about, tensors = json.loads(f.metadata()["ega"]), {name: f.get_tensor(name) for name in sorted(f.keys())}
         if about["matrix"] != hash_arrays(*tensors.values()):
             raise ValueError("it was changed after it was saved")
-        return _affine(tensors["matrix"], tensors.get("offset"), about["fingerprint"])
+        return _affine(tensors["matrix"], tensors.get("offset"), str(about["fingerprint"]))
     except (SafetensorError, *READ_ERRORS) as error:
         raise InputError(f"{path}: expected the matrix of an adapter ({short_error(error)}); save it again") from error
 

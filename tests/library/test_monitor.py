@@ -252,7 +252,7 @@ def test_columns_of_a_dataframe_are_checked_as_transform_does(tmp_path, columns)
     about = json.loads((tmp_path / "m/monitor.json").read_text())
     for bad in (["f0"] * D, ["f0"], [], [1.5] * D):
         (tmp_path / "m/monitor.json").write_text(json.dumps(about | {"columns": bad}))
-        with pytest.raises(InputError, match=f"monitor.json: columns must be {D} distinct texts or integers"):
+        with pytest.raises(InputError, match="distinct"):
             Monitor.load(tmp_path / "m")
 
 
