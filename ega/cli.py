@@ -1076,7 +1076,6 @@ def _migrate(args):
         text += f", before: {result['previous']}"
     print(text)
 
-
 # %% ../nbs/deploy/10_cli.ipynb #asked
 def _read_queries(args):
     "Unit embeddings of the queries, not adapted, and the name of each."
