@@ -137,7 +137,7 @@ def displacement(
     x: np.ndarray,  # (n, d) frozen embeddings of the same rows, unit rows
 ) -> np.ndarray:  # (n,) float32 in [0, 2]
     "Distance between the adapted and the frozen embedding of each row, $\\lVert z_i - x_i \\rVert$."
-    return np.linalg.norm(z - x, axis=1)
+    return np.linalg.norm(np.asarray(z) - np.asarray(x), axis=1)
 
 # %% ../../nbs/measure/02_metrics.ipynb #separation
 class PairStats(NamedTuple):

@@ -723,7 +723,7 @@ def test_bad_arguments_are_rejected(tmp_path, source, target, how, words):
 def test_bad_adapters_are_rejected(tmp_path):
     np.save(tmp_path / "x.npy", unit_rows(5))
     for f, words in (
-        (torch.nn.Linear(D, D), "attribute d"),
+        (torch.nn.Linear(D, D), "adapter"),
         (tmp_path / "none", "no such adapter"),
         (str(tmp_path / "x.npy"), "cannot be read"),
     ):
