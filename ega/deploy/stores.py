@@ -708,15 +708,16 @@ class IndexStore(Store):
 
     def open(self, version: str | None = None, adapter: Any = None) -> AdaptedIndex:
         "Load a version, by default the active one; `adapter` as in `AdaptedIndex.load`."
-        self._check_finished(version := version or self.active)
+        version = self._check_finished(version or self.active)
         return AdaptedIndex.load(self.folder / version, adapter)
 
     def _check_finished(self, version):
         if version not in self.versions():
             raise InputError(
-                f"{self.folder}: expected an active or finished version, got {short_repr(version)}; the finished ones are "
+                f"{self.folder}: expected a finished version, got {short_repr(version)}; the finished ones are "
                 f"{self.versions()}; migrate a file of vectors (--vectors) and activate its version (--activate)"
             )
+        return version
 
     def activate(self, version: str) -> "IndexStore":
         "Search a finished version from now on; returns the store."

@@ -25,7 +25,6 @@ from ega import (
 from ega.data.arrays import spawn_rngs
 from ega.data.embed import embed
 from ega.data.relevance import (
-    RelevanceSet,
     embed_relevance,
     read_text_pairs,
 )
@@ -87,7 +86,6 @@ def make_calls(folder):
     "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
-    pairs = dict(queries=x, documents=x[:, ::-1].copy(), pairs=np.column_stack([np.arange(120), np.arange(120)]))
     matrix, out = np.eye(8, dtype="float32"), lambda name: str(folder / name)
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
@@ -106,7 +104,6 @@ def make_calls(folder):
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq\td\t1\n"),
     ):
         (folder / "beir" / name).write_text(text)
-    relevance = RelevanceSet(es, es, [(i, i + 1) for i in range(100)])
     statistics = ClassStatistics(8).update(x, y)
     adapter = fit_adapter(build_method_config("affine_nca", epochs=1), x, y, device="cpu")
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
