@@ -97,7 +97,7 @@ def test_ids_are_returned_and_saved(tmp_path, ids):
         [["a"], ["b"]],
         pd.Series([1, None], dtype="Int64"),
     ),
-    ids=str,
+    ids=lambda ids: type(ids).__name__,
 )
 def test_ids_without_a_meaning_are_refused(ids):
     index = AdaptedIndex(LINEAR)
