@@ -48,7 +48,6 @@ from ega.method.config import TrainConfig, build_method_config
 from ega.method.losses import supcon
 from ega.method.methods import fit_adapter, update_adapter
 from ega.method.training import pairwise_objective, train
-from ega.selection import select_adapter
 
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
 MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
@@ -178,11 +177,6 @@ def make_calls(folder):
         ],
         "gain.estimate_gain": [
             (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
-        ],
-        "selection.select_adapter": [
-            (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
-            (select_adapter, data | {"candidates": ("wccn",)}, {"progress": OBJECTS[1:]}),
-            (select_adapter, data | {"candidates": ("wccn",)}, {"x": MATRICES, "y": LABELS}),
         ],
         "method.methods.fit_adapter": [
             (fit_adapter, data | {"config": build_method_config("wccn")}, {"config": OBJECTS, "x": MATRICES}),
