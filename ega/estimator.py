@@ -327,8 +327,8 @@ class _SavedAdapter(BaseEstimator):
                 with atomic_folder(weights.parent) as temporary:
                     self._write_files(temporary / weights.name, kept)
                 return Path(path)
-        except OSError:
-            if not _is_written_in_place(weights.parent):  # else another process has just filled the folder
+        except (OSError, InputError):
+            if not _is_written_in_place(weights.parent):  # else another process or thread has just filled the folder
                 raise
         self._write_files(weights, kept)
         return Path(path)

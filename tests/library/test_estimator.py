@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -1085,3 +1086,17 @@ def test_an_empty_folder_keeps_its_rights_and_a_link_stays_a_link(fitted, tmp_pa
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target/adapter.json").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "private", "target"]
+
+
+def test_threads_may_save_into_one_new_folder(fitted, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(5):
+            list(pool.map(fitted[0].save, [tmp_path / str(number)] * 4))
+            assert EmbeddingAdapter.load(tmp_path / str(number)).fingerprint_ == fitted[0].fingerprint_
+
+
+def test_the_column_of_the_labels_is_not_fitted_on(fitted):
+    _, x, y = fitted
+    frame = named(x).assign(label=y)
+    with pytest.raises(InputError, match="label"):
+        EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, frame["label"])
