@@ -656,11 +656,11 @@ def _wrap(text, **options):
     return textwrap.fill(text, max(20, min(80, shutil.get_terminal_size().columns)), break_on_hyphens=False, **options)
 
 
-def _new_estimator(args, estimator_class, what):
-    "Make an EmbeddingAdapter for a method, or a PairAdapter for a side, with the settings of the command."
+def _new_estimator(args, estimator_class, method_or_side):
+    "Make an estimator with the settings of the command: of labels for a method, of pairs for a side."
     given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
     return estimator_class(
-        what,
+        method_or_side,
         max_unseen_loss=args.max_unseen_loss,
         **{name: value for name, value in given.items() if value is not None},
         random_state=args.seed,

@@ -119,7 +119,7 @@ def _selection_to_json(selection):
 
 
 def _selection_from_json(values, config_class):
-    "The Selection of a saved estimator, whose configuration is of the given class."
+    "A Selection from the dictionary of `_selection_to_json`; its configuration is a `config_class`."
     results = {}
     for key, column in values["cv_results"].items():
         kind = object if key in ("param_method", "safety_check") else np.int32 if key == "rank" else float
@@ -139,26 +139,26 @@ def _description_hash(values):
 
 
 def _statistics_fingerprint(statistics):
-    "SHA-256 of class statistics; None for None."
+    "SHA-256 of class statistics, or None where there are none."
     if statistics is None:
         return None
     return hash_arrays(statistics.classes, statistics.counts, statistics.sums, statistics.squares)
 
 
 def _joint_fingerprint(adapters):
-    "Fingerprint of a list of adapters: that of the only one, or the SHA-256 of all."
+    "Fingerprint of one adapter, or the SHA-256 of the fingerprints of several."
     parts = [adapter_fingerprint(adapter) for adapter in adapters]
     return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 # %% ../nbs/adapt/02_estimator.ipynb #told
 def _weights_path(path):
-    "The name of the weights of a saved estimator: a .safetensors file, or that in a folder."
+    "The .safetensors file of a saved estimator, which is given itself or by its folder."
     path = check_path(path)
     return path if path.suffix == ".safetensors" else Path(path) / "adapter.safetensors"
 
 
-def _beside(weights, name, ending):
-    "A file of a saved estimator, such as adapter.fit_rows.npy."
+def _saved_file(weights, name, ending):
+    "Path of another file of the same estimator, such as adapter.fit_rows.npy."
     return weights.with_suffix(f".{name}{ending}" if name else ending)
 
 
@@ -188,7 +188,7 @@ def _load_hashes(path, fingerprint):
 
 
 def _load_statistics(path, fingerprint):
-    "Read class statistics; None if none were saved, InputError if the file was changed."
+    "Read class statistics; None if none were saved. InputError if the file was changed."
     if fingerprint is None:
         return None
     statistics = ClassStatistics.load(path)
@@ -197,8 +197,8 @@ def _load_statistics(path, fingerprint):
     return statistics
 
 # %% ../nbs/adapt/02_estimator.ipynb #files
-class _SavedAdapter(BaseEstimator):
-    "What `EmbeddingAdapter` and `PairAdapter` share: settings, files, the hub."
+class _BaseAdapter(BaseEstimator):
+    "Base class of `EmbeddingAdapter` and `PairAdapter`: settings, saving and loading."
 
     _adapters: ClassVar = {"": "adapter_"}  # {part of the file name: attribute} of the weights
     _hashes: ClassVar = {"fit_rows": "fit_row_hashes_"}  # the same of the hashes of fitted rows
@@ -215,7 +215,7 @@ class _SavedAdapter(BaseEstimator):
     }
 
     def _check_settings(self):
-        "Raise InputError for a setting out of range, or one without effect."
+        "Raise InputError for a parameter of the constructor that is out of range or has no effect."
         params = self.get_params(deep=False)
         try:
             checked = {name: params[name] for name in self._parameter_constraints}
@@ -229,26 +229,31 @@ class _SavedAdapter(BaseEstimator):
             raise InputError("candidates must name a method, got none; write such as ('wccn', 'lda')")
         if self.device is not None:
             pick_device(self.device)
-        without_effect = []
         if self.max_unseen_loss is None:
-            without_effect = ["unseen_share", "confidence", "candidates", "strengths", "cv", "n_jobs"]
-        elif params.get("method", "auto") != "auto":
-            without_effect = ["candidates"]
-        for name in [name for name in without_effect if name in params]:
+            names = ["unseen_share", "confidence", "candidates", "strengths", "cv", "n_jobs"]
+            because = "nothing is compared, because max_unseen_loss is None"
+        else:
+            names = ["candidates"] if params.get("method", "auto") != "auto" else []
+            because = "the method is named, as with method='wccn'"
+        for name in [name for name in names if name in params]:
             value, default = params[name], inspect.signature(type(self)).parameters[name].default
             if (list(value) != list(default)) if isinstance(default, tuple) else value != default:
-                because = "a method other than 'auto'" if len(without_effect) == 1 else "max_unseen_loss=None"
-                raise InputError(f"{name} has no effect with {because}, which compares nothing else; leave it out")
+                raise InputError(f"{name} has no effect where {because}; leave it out")
+
+    def _selection_settings(self):
+        "The settings that `select_adapter` and `select_pair_adapter` take."
+        names = ("max_unseen_loss", "unseen_share", "confidence", "strengths", "random_state", "n_jobs", "device")
+        return {name: getattr(self, name) for name in names} | {"n_folds": self.cv}
 
     def _set_fitted(self, **attributes):
-        "Replace what an earlier fit set; returns the estimator."
+        "Set the fitted attributes in place of those of an earlier fit; returns the estimator."
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
         self.__dict__.update(attributes)
         return self
 
-    def _adapt(self, adapter, X):
-        "Adapt embeddings with one of the adapters, into the container they came in."
+    def _transform_with(self, adapter, X):
+        "Adapt the rows of X with one of the fitted adapters, and return them in a container like X."
         check_feature_names(self, X, reset=False)
         a = check_matrix(X, self.n_features_in_)
         blocks = ((first, transform(adapter, x, device=self.device)) for first, x in iter_unit_rows(a))
@@ -283,18 +288,18 @@ class _SavedAdapter(BaseEstimator):
     def _write_files(self, weights, statistics):
         "Write the files of `save` into an existing folder, the description last."
         for name, attribute in self._adapters.items():
-            save_adapter(getattr(self, attribute), _beside(weights, name, ".safetensors"))
+            save_adapter(getattr(self, attribute), _saved_file(weights, name, ".safetensors"))
         for name, attribute in self._hashes.items():
-            with atomic_write(_beside(weights, name, ".npy")) as temporary, open(temporary, "wb") as file:
+            with atomic_write(_saved_file(weights, name, ".npy")) as temporary, open(temporary, "wb") as file:
                 np.save(file, getattr(self, attribute))
         if statistics is not None:
-            statistics.save(_beside(weights, "statistics", ".npz"))
+            statistics.save(_saved_file(weights, "statistics", ".npz"))
         with atomic_write(weights.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(self._describe(statistics), indent=1))
         written = {*self._adapters, *self._hashes} | ({"statistics"} if statistics is not None else set())
         for name in {"", "queries", "documents", "fit_documents", "statistics"} - written:  # of an earlier adapter
             ending = {"fit_documents": ".npy", "statistics": ".npz"}.get(name, ".safetensors")
-            _beside(weights, name, ending).unlink(missing_ok=True)
+            _saved_file(weights, name, ending).unlink(missing_ok=True)
 
     def save(self, path: "str | Path", *, statistics: bool = False) -> Path:
         """Write the weights as safetensors, hashes of the fitted rows as .npy and everything else as JSON.
@@ -322,30 +327,33 @@ class _SavedAdapter(BaseEstimator):
         weights = _weights_path(path)
         _check_save_path(path, weights)
         kept = self._updatable_statistics() if statistics else None
+        if _is_written_in_place(weights.parent):
+            self._write_files(weights, kept)
+            return Path(path)
         try:
-            if not _is_written_in_place(weights.parent):
-                with atomic_folder(weights.parent) as temporary:
-                    self._write_files(temporary / weights.name, kept)
-                return Path(path)
+            with atomic_folder(weights.parent) as temporary:
+                self._write_files(temporary / weights.name, kept)
         except (OSError, InputError):
-            if not _is_written_in_place(weights.parent):  # else another process or thread has just filled the folder
+            if not _is_written_in_place(weights.parent):
                 raise
-        self._write_files(weights, kept)
+            self._write_files(weights, kept)  # another thread or process has filled the folder in the meantime
         return Path(path)
 
     def _updatable_statistics(self):
-        "The class statistics; InputError where there are none."
-        raise InputError("an adapter of pairs has no class statistics; leave out statistics=True")
+        "The class statistics that updates need; InputError where there are none."
+        raise InputError(f"{type(self).__name__} has no class statistics; leave out statistics=True")
 
     @classmethod
-    def _read_description(cls, path):
-        "The description of an estimator of this class, and its fitted attributes. InputError for every defect."
+    def _from_description(cls, path):
+        "The estimator of a description, without its weights and other arrays, and the description."
         values = read_json(path, f"the description written by {cls.__name__}.save")
         if values.get("class", cls.__name__) != cls.__name__:
             raise InputError(f"{path}: was written by {values['class']}.save; load it with {values['class']}.load")
         try:
             if values["sha256"] != _description_hash(values):
                 raise ValueError("it was changed after it was saved")
+            if missing := {"class", "hashes", "statistics_fingerprint"} - set(values):
+                raise ValueError(f"it has no {min(missing)}, as files of ega 0.2.0 and before")
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in values["settings"].items()}
             if "method" in settings:
                 settings["method"] = _candidate_from_json(settings["method"])
@@ -353,20 +361,19 @@ class _SavedAdapter(BaseEstimator):
             estimator = cls(**settings)
             estimator._check_settings()
             selection = _selection_from_json(values["selection"], cls._config_class)
+            fitted = {f"{name}_": values[name] for name in ("fingerprint", "data_fingerprint")}
+            fitted |= dict.fromkeys(("n_features_in_", "_n_features_out"), values["n_features_in"])
+            for name, attribute in (("feature_names_in", "feature_names_in_"), ("classes", "classes_")):
+                if values[name] is not None:
+                    fitted[attribute] = np.array(values[name], dtype=object if name == "feature_names_in" else None)
+            fitted |= {"selection_": selection, "cv_results_": selection.cv_results, "frozen_": selection.frozen}
+            return estimator._set_fitted(**fitted, _integer_columns=values["integer_columns"]), values
         except READ_ERRORS as error:
-            version, advice = values.get("ega"), "copy or save it again"
+            version, advice = values.get("ega"), "copy it again, or fit and save again"
             if version != ega.__version__:
                 advice = f"ega {short_repr(version)} wrote it, and this is {ega.__version__!r}: fit and save it again"
-            raise InputError(
-                f"{path}: cannot be read ({type(error).__name__}: {short_error(error)}); {advice}"
-            ) from error
-        names = values["feature_names_in"]
-        fitted = {} if names is None else {"feature_names_in_": np.array(names, dtype=object)}
-        fitted |= {} if values["classes"] is None else {"classes_": np.array(values["classes"])}
-        fitted |= {name: values[name.strip("_")] for name in ("fingerprint_", "data_fingerprint_", "n_features_in_")}
-        fitted |= {"selection_": selection, "cv_results_": selection.cv_results, "frozen_": selection.frozen}
-        fitted |= {"_n_features_out": values["n_features_in"], "_integer_columns": values["integer_columns"]}
-        return estimator._set_fitted(**fitted), values
+            problem = f"{type(error).__name__}: {short_error(error)}"
+            raise InputError(f"{path}: cannot be read ({problem}); {advice}") from error
 
     @classmethod
     def load(cls, path: "str | Path") -> Any:
@@ -388,18 +395,18 @@ class _SavedAdapter(BaseEstimator):
                 f"{path}: no such adapter; expected a folder or a .safetensors file written by {cls.__name__}.save or "
                 "`ega fit`, with a .json beside it (weights alone: ega.method.adapters.load_adapter)"
             )
-        estimator, values = cls._read_description(weights.with_suffix(".json"))
+        estimator, values = cls._from_description(weights.with_suffix(".json"))
         fitted: dict[str, Any] = {}
         for name, attribute in cls._adapters.items():
-            fitted[attribute] = load_adapter(_beside(weights, name, ".safetensors"))
+            fitted[attribute] = load_adapter(_saved_file(weights, name, ".safetensors"))
         widths = {adapter.d for adapter in fitted.values()}
         if values["fingerprint"] != _joint_fingerprint(list(fitted.values())) or widths != {values["n_features_in"]}:
             raise InputError(
                 f"{weights.with_suffix('.json')}: describes other weights than those beside it; save all files again"
             )
         for name, attribute in cls._hashes.items():
-            fitted[attribute] = _load_hashes(_beside(weights, name, ".npy"), values["hashes"][name])
-        statistics = _load_statistics(_beside(weights, "statistics", ".npz"), values["statistics_fingerprint"])
+            fitted[attribute] = _load_hashes(_saved_file(weights, name, ".npy"), values["hashes"][name])
+        statistics = _load_statistics(_saved_file(weights, "statistics", ".npz"), values["statistics_fingerprint"])
         estimator.__dict__.update(fitted, statistics_=statistics)
         return estimator
 
@@ -510,7 +517,7 @@ def _take_unit_rows(a, rows):
 
 
 def _check_rows_and_labels(X, y, a):
-    "Raise InputError if X (the numbers a) is transposed, or still has the column of the labels y."
+    "Raise InputError if X is transposed, or has the column of the labels y. a: X as an array."
     n_labels = len(y) if isinstance(y, (list, tuple)) or hasattr(y, "shape") and y.ndim == 1 else len(a)
     if n_labels == a.shape[1] != len(a):
         raise InputError(
@@ -616,7 +623,7 @@ def estimate_update(
 
 # %% ../nbs/adapt/02_estimator.ipynb #ega
 class _ChangedRows(NamedTuple):
-    "Labelled rows that are added or removed."
+    "Labelled rows that `partial_fit` adds or `forget` removes."
 
     a: np.ndarray  # (n, d) as they were given
     labels: np.ndarray  # (n,) position in classes; -1: unlabelled
@@ -625,7 +632,7 @@ class _ChangedRows(NamedTuple):
     hashes: np.ndarray  # of the labelled rows, ascending
 
 
-class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _SavedAdapter):
+class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseAdapter):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
 
     `fit` holds out each labelled class once and compares `candidates` at several `strengths` with the frozen
@@ -727,7 +734,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
     (168, 12)
     """
 
-    _parameter_constraints: ClassVar = _SavedAdapter._parameter_constraints | {
+    _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
         "method": [str, tuple, list],
         "candidates": [list, tuple],
     }
@@ -817,24 +824,12 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
         )
 
     def _select(self, a, y, n_classes, progress):
-        "The Selection for rows a (n, d) and labels y (n,)."
+        "Select a method and a strength for rows a (n, d) with labels y (n,)."
         if self.max_unseen_loss is not None:
             rows = compared_rows(y, random_state=self.random_state)
-            return select_adapter(
-                _take_unit_rows(a, rows),
-                y[rows],
-                self.candidates if self.method == "auto" else (self.method,),
-                max_unseen_loss=self.max_unseen_loss,
-                unseen_share=self.unseen_share,
-                confidence=self.confidence,
-                strengths=self.strengths,
-                n_folds=self.cv,
-                max_rows=len(rows),
-                random_state=self.random_state,
-                n_jobs=self.n_jobs,
-                device=self.device,
-                progress=progress,
-            )
+            candidates = self.candidates if self.method == "auto" else (self.method,)
+            x, settings = _take_unit_rows(a, rows), self._selection_settings()
+            return select_adapter(x, y[rows], candidates, max_rows=len(rows), progress=progress, **settings)
         if self.method == "auto":
             raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method")
         name, config = resolve_candidate(self.method, random_state=self.random_state)
@@ -859,7 +854,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
             `set_output(transform="pandas")` makes it a DataFrame.
         """
         check_is_fitted(self)
-        return self._adapt(self.adapter_, X)
+        return self._transform_with(self.adapter_, X)
 
     def partial_fit(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
         """Add labelled rows, of new or of known classes; the earlier rows are not needed.
@@ -950,8 +945,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
             raise InputError(f"expected labels, but none of the {len(a)} rows has one; label at least one row")
         return _ChangedRows(a, labels, classes, *_hash_rows_and_labels(a, labels))
 
-    def _with_rows(self, rows):
-        "All classes, the present statistics and those of the changed rows, numbered alike."
+    def _align_classes(self, rows):
+        "All classes, and the statistics before and of the changed rows with the same class numbers."
         changed, together = _statistics_of_rows(rows.a, rows.labels), np.union1d(self.classes_, rows.classes)
         before = self.statistics_._relabel(np.searchsorted(together, self.classes_))
         return together, before, changed._relabel(np.searchsorted(together, rows.classes[changed.classes]))
@@ -959,7 +954,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
     def _after_adding(self, rows):
         "The fitted attributes after `partial_fit`."
         match_classes(rows.classes, self.classes_)  # raises for labels of another kind
-        together, before, added = self._with_rows(rows)
+        together, before, added = self._align_classes(rows)
         known = np.flatnonzero(rows.labels >= 0)
         training = {"x": _take_unit_rows(rows.a, known), "y": rows.labels[known]}
         changed = self._after_change(before, copy.deepcopy(before).merge(added), together, **training)
@@ -979,7 +974,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
                 f"{(~is_fitted).sum()} of {len(rows.hashes)} distinct rows of X were not fitted on; "
                 "give rows and labels of fit or partial_fit"
             )
-        together, before, removed = self._with_rows(rows)
+        together, before, removed = self._align_classes(rows)
         if (is_more := removed.counts > before.counts[removed.classes]).any():
             name = together[removed.classes[is_more][0]]
             raise InputError(f"more rows of class {name!s} than it has were to be removed; give each once")
@@ -993,7 +988,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
         return changed | {"data_fingerprint_": fingerprint, "fit_row_hashes_": hashes}
 
     def _after_change(self, before, after, classes, **training):
-        "The attributes that follow from the statistics; `training`: the new unit rows x and their labels y."
+        "Fitted attributes after the statistics `before` became `after`; `training`: new unit rows x, labels y."
         adapter, selection = self.adapter_, self.selection_
         if not selection.frozen:
             options = dict(strength=selection.strength, device=self.device, **training)

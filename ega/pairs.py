@@ -33,16 +33,17 @@ from ega.data.arrays import (
     check_feature_names,
     check_labels,
     check_matrix,
+    check_number,
     check_positive_int,
     normalize,
     pick_device,
     short_repr,
     spawn_rngs,
 )
-from .data.files import hash_arrays
+from .data.files import hash_arrays, read_json
 from .data.relevance import check_pairs, queries_with_relevant, ranking_metrics
 from .data.threads import limit_threads
-from .estimator import EmbeddingAdapter, _hash_rows_and_labels, _joint_fingerprint, _SavedAdapter, _weights_path
+from .estimator import EmbeddingAdapter, _BaseAdapter, _hash_rows_and_labels, _joint_fingerprint, _weights_path
 from .measure.evaluation import change_in_words, hash_rows
 from .measure.search import knn
 from .measure.statistics import bootstrap
@@ -109,6 +110,9 @@ def whiten_pairs(
     query, document, weight = _weighted_pairs(check_pairs(pairs, len(queries), len(documents)))
     weight = weight / weight.sum()
     q, d = as_unit_rows(queries[query]).astype(np.float64), as_unit_rows(documents[document]).astype(np.float64)
+    for name, x in (("queries", q), ("documents", d)):
+        if np.ptp(x, axis=0).max() < 1e-6:  # centred rows would be 0
+            raise InputError(f"whitening needs relevant pairs of two or more different {name}, got one; add pairs")
     query_mean, document_mean = weight @ q, weight @ d
     difference = (q - query_mean) - (d - document_mean)
     S = (difference * weight[:, None]).T @ difference
@@ -133,6 +137,15 @@ class PairConfig:
     train: TrainConfig | None = None  # None: nothing is trained
     seed: int = 0  # of the order of the queries
 
+    def __post_init__(self):
+        is_whitened, is_trained = self.side in ("both", "two"), self.side != "both"
+        given = (self.shrinkage is not None, self.train is not None)
+        if self.side not in SIDES or given != (is_whitened, is_trained):
+            raise InputError(
+                "PairConfig needs a shrinkage for the sides both and two alone, and train for all sides but both; "
+                f"got side={self.side!r}, shrinkage={self.shrinkage!r}, train={self.train!r}"
+            )
+
 
 PAIR_CANDIDATES = {  # name: the side, and the shrinkage of its whitening
     "query": PairConfig("query", train=_TRAIN),
@@ -150,6 +163,8 @@ def pair_candidates(
     seed: int = 0,
 ) -> dict[str, PairConfig]:
     "Return the configurations that are compared for a side, by name."
+    if side not in ("auto", *SIDES):
+        raise InputError(f"side must be one of auto, {', '.join(SIDES)}, got {short_repr(side)}")
     sides = ("query", "both", "two") if side == "auto" else (side,)
     return {name: replace(c, seed=seed) for name, c in PAIR_CANDIDATES.items() if c.side in sides}
 
@@ -615,7 +630,7 @@ def select_pair_adapter(
     )
 
 # %% ../nbs/adapt/03_pairs.ipynb #pair-adapter
-class PairAdapter(_SavedAdapter):
+class PairAdapter(_BaseAdapter):
     """Adapt embeddings to pairs of a query and a document, with a limit on what new documents may lose.
 
     `fit` holds each query out once together with the documents that are relevant to it, and once alone, so that
@@ -686,7 +701,7 @@ class PairAdapter(_SavedAdapter):
     _adapters: ClassVar = {"queries": "query_adapter_", "documents": "document_adapter_"}
     _hashes: ClassVar = {"fit_rows": "fit_row_hashes_", "fit_documents": "fit_document_hashes_"}
     _config_class: ClassVar[type] = PairConfig
-    _parameter_constraints: ClassVar = _SavedAdapter._parameter_constraints | {"side": [StrOptions({"auto", *SIDES})]}
+    _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {"side": [StrOptions({"auto", *SIDES})]}
 
     def __init__(
         self,
@@ -738,9 +753,10 @@ class PairAdapter(_SavedAdapter):
             The estimator itself. A fit that fails leaves it as it was.
         """
         self._check_settings()
-        for name, value in (("negatives", negatives if self.side == "both" else None), ("groups", groups)):
-            if value is not None and (name == "negatives" or self.max_unseen_loss is None):
-                raise InputError(f"{name} has no effect with these settings, which train or compare nothing; omit it")
+        if negatives is not None and self.side == "both":
+            raise InputError("negatives has no effect with side='both', which trains nothing; leave it out")
+        if groups is not None and self.max_unseen_loss is None:
+            raise InputError("groups has no effect with max_unseen_loss=None, which compares nothing; leave it out")
         names = SimpleNamespace()
         with limit_threads(), FitProgress(self.verbose) as progress:
             progress.start("checking queries, documents and pairs")
@@ -759,6 +775,7 @@ class PairAdapter(_SavedAdapter):
                 progress.start(f"{selection.method} on all {len(pairs)} pairs")
                 options: dict[str, Any] = dict(negatives=negatives, device=self.device, on_epoch=progress.epoch)
                 adapters = fit_pair_path(selection.config, xq, xd, pairs, **options).at(selection.strength)
+            fingerprint = _joint_fingerprint(adapters)
             progress.finish()
         return self._set_fitted(
             **vars(names),
@@ -768,14 +785,14 @@ class PairAdapter(_SavedAdapter):
             query_adapter_=adapters[0],
             document_adapter_=adapters[1],
             n_features_in_=xq.shape[1],
-            fingerprint_=_joint_fingerprint(adapters),
+            fingerprint_=fingerprint,
             data_fingerprint_=data_fingerprint,
             fit_row_hashes_=hashes[0],
             fit_document_hashes_=hashes[1],
         )
 
     def _select(self, queries, documents, pairs, groups, negatives, progress):
-        "The Selection; without `max_unseen_loss` the first candidate of the side, at strength 1."
+        "Select a side and a strength; without `max_unseen_loss` the first candidate of the side, at strength 1."
         candidates = pair_candidates(self.side, seed=self.random_state)
         if self.max_unseen_loss is None:
             if self.side == "auto":
@@ -783,46 +800,29 @@ class PairAdapter(_SavedAdapter):
             name, config = next(iter(candidates.items()))
             reason, n = "fitted without comparison, because max_unseen_loss is None", len(queries_with_relevant(pairs))
             return Selection(name, 1.0, reason, pd.DataFrame(), None, self.confidence, n, config)
-        return select_pair_adapter(
-            queries,
-            documents,
-            pairs,
-            candidates,
-            groups=groups,
-            negatives=negatives,
-            max_unseen_loss=self.max_unseen_loss,
-            unseen_share=self.unseen_share,
-            confidence=self.confidence,
-            strengths=self.strengths,
-            n_folds=self.cv,
-            random_state=self.random_state,
-            n_jobs=self.n_jobs,
-            device=self.device,
-            progress=progress,
-        )
+        options = dict(groups=groups, negatives=negatives, progress=progress)
+        return select_pair_adapter(queries, documents, pairs, candidates, **options, **self._selection_settings())
 
     def transform_queries(self, X: Any) -> Any:
         "Adapt embeddings of queries, into the container they came in."
         check_is_fitted(self)
-        return self._adapt(self.query_adapter_, X)
+        return self._transform_with(self.query_adapter_, X)
 
     def transform_documents(self, X: Any) -> Any:
         "Adapt embeddings of documents, into the container they came in."
         check_is_fitted(self)
-        return self._adapt(self.document_adapter_, X)
+        return self._transform_with(self.document_adapter_, X)
 
 
 def _hash_pairs(queries, documents, pairs):
-    "Hashes of the queries and of the documents in pairs, and the SHA-256 of everything; checks every row."
-    found, digests, relevant = [], [hash_arrays(pairs)], pairs[pairs[:, 2] > 0]
-    for column, (name, x) in enumerate((("queries", queries), ("documents", documents))):
+    "Hashes of the queries and of the documents in pairs, and the SHA-256 of all data; checks every row."
+    found, digests = [], [hash_arrays(pairs)]
+    for name, x, rows in (("queries", queries, pairs[:, 0]), ("documents", documents, pairs[:, 1])):
         in_pairs = np.full(len(x), -1)
-        in_pairs[pairs[:, column]] = 0
+        in_pairs[rows] = 0
         digest, hashes = _hash_rows_and_labels(x, in_pairs, name)
         found.append(hashes)
         digests.append(digest)
-        if len(np.unique(hash_rows(as_unit_rows(x[np.unique(relevant[:, column])], name)))) < 2:
-            raise InputError(f"the relevant pairs must name two or more different {name}, got one; add pairs")
     return found, hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -830,8 +830,9 @@ def load_estimator(
     path: "str | Path",  # what was given to `save`
 ) -> "EmbeddingAdapter | PairAdapter":
     "Read a saved estimator, of labels or of pairs."
-    is_pair = _weights_path(path).with_suffix(".queries.safetensors").is_file()
-    return PairAdapter.load(path) if is_pair else EmbeddingAdapter.load(path)
+    description = _weights_path(path).with_suffix(".json")
+    about = read_json(description, "the description of an estimator") if description.is_file() else {}
+    return PairAdapter.load(path) if about.get("class") == "PairAdapter" else EmbeddingAdapter.load(path)
 
 # %% ../nbs/adapt/03_pairs.ipynb #25b4187a
 def _groups_of_queries(estimator, queries, documents, pairs):
@@ -927,8 +928,8 @@ def evaluate_pairs(
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence must be between 0 and 1, got {short_repr(confidence)}")
+    check_number(confidence, "confidence", above=0, below=1)
+    check_positive_int(random_state, "random_state", minimum=0)
     xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))
     rows, groups, frozen, adapted, _ = _measure_queries(estimator, xq, xd, pairs, k)

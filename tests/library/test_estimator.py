@@ -1,5 +1,6 @@
 """EmbeddingAdapter: scikit-learn's conventions, containers, files, and the example of the README."""
 
+import contextlib
 import copy
 import doctest
 import inspect
@@ -10,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -654,7 +654,7 @@ def test_files_of_version_0_1_0_are_refused(fitted, tmp_path, capsys, kind, size
     }
     fitted[0].save(tmp_path / "a")
     (tmp_path / "a/adapter.json").write_text(json.dumps(description))
-    with pytest.raises(InputError, match="save it again"):
+    with pytest.raises(InputError, match="again"):
         EmbeddingAdapter.load(tmp_path / "a")
     header = {"kind": kind, "sizes": sizes, "fingerprint": "0" * 64}
     save_file({"weight": torch.zeros(12, 12)}, tmp_path / "a/adapter.safetensors", {"ega": json.dumps(header)})
@@ -1088,11 +1088,19 @@ def test_an_empty_folder_keeps_its_rights_and_a_link_stays_a_link(fitted, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "private", "target"]
 
 
-def test_threads_may_save_into_one_new_folder(fitted, tmp_path):
-    with ThreadPoolExecutor(4) as pool:
-        for number in range(5):
-            list(pool.map(fitted[0].save, [tmp_path / str(number)] * 4))
-            assert EmbeddingAdapter.load(tmp_path / str(number)).fingerprint_ == fitted[0].fingerprint_
+def test_a_folder_that_another_save_fills_in_the_meantime_gets_the_files(fitted, tmp_path, monkeypatch):
+    atomic_folder = estimator.atomic_folder
+
+    @contextlib.contextmanager
+    def overtaken(folder):
+        with atomic_folder(folder) as temporary:
+            yield temporary
+            monkeypatch.undo()
+            fitted[0].save(folder)
+
+    monkeypatch.setattr(estimator, "atomic_folder", overtaken)
+    fitted[0].save(tmp_path / "a")
+    assert EmbeddingAdapter.load(tmp_path / "a").fingerprint_ == fitted[0].fingerprint_
 
 
 def test_the_column_of_the_labels_is_not_fitted_on(fitted):
@@ -1100,3 +1108,43 @@ def test_the_column_of_the_labels_is_not_fitted_on(fitted):
     frame = named(x).assign(label=y)
     with pytest.raises(InputError, match="label"):
         EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, frame["label"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        dict(max_unseen_loss=-1),
+        dict(max_unseen_loss=float("nan")),
+        dict(confidence=1.0),
+        dict(unseen_share=1.5),
+        dict(cv=1),
+        dict(cv=2.5),
+        dict(n_jobs=0),
+        dict(n_jobs=1.5),
+        dict(random_state=-1),
+        dict(candidates="wccn"),
+        dict(candidates=["x"]),
+        dict(candidates=[("a", 1)]),
+        dict(candidates=[3]),
+        dict(candidates=["wccn", "wccn"]),
+        dict(candidates=[("frozen", build_method_config("wccn"))]),
+        dict(strengths=()),
+        dict(strengths=0.5),
+        dict(strengths=(0.5, 2.0)),
+        dict(strengths=(0.5, 0.5)),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(fitted, setting):
+    _, x, y = fitted
+    with pytest.raises(InputError):
+        EmbeddingAdapter(**setting).fit(x, y)
+
+
+def test_a_description_of_0_2_0_is_refused_though_its_hash_is_right(fitted, tmp_path):
+    fitted[0].save(tmp_path / "a")
+    path = tmp_path / "a/adapter.json"
+    values = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("class", "hashes")}
+    path.write_text(json.dumps(values | {"sha256": estimator._description_hash(values)}))
+    with pytest.raises(InputError, match="again"):
+        EmbeddingAdapter.load(tmp_path / "a")

@@ -243,6 +243,25 @@ def test_sides():
     assert all({c.side for c in pair_candidates(side).values()} == {side} for side in SIDES)
 
 
+def test_configurations_that_contradict_themselves_are_refused():
+    for side, shrinkage, train in (
+        ("query", 0.5, None),
+        ("both", None, None),
+        ("both", 0.5, TrainConfig()),
+        ("x", 1, None),
+    ):
+        with pytest.raises(InputError):
+            PairConfig(side, shrinkage, train=train)
+    with pytest.raises(InputError):
+        pair_candidates("left")
+    with pytest.raises(InputError, match="two queries"):
+        fit_pair_path(PAIR_CANDIDATES["query"], QUERIES, DOCUMENTS, [(0, 0)])
+
+
+def test_with_one_pair_the_frozen_embeddings_are_selected():
+    assert PairAdapter().fit(QUERIES, DOCUMENTS, PAIRS[:1]).frozen_
+
+
 # The estimator
 
 
@@ -308,8 +327,8 @@ def test_a_refused_adapter_changes_nothing():
         ({"pairs": PAIRS + [0, 60, 0]}, "document"),
         ({"pairs": PAIRS * [1, 1, 0]}, "grade"),
         ({"pairs": PAIRS[:, :1]}, "columns"),
-        ({"pairs": PAIRS[:1], "side": "both"}, "queries"),
-        ({"pairs": [(0, 3), (1, 3)], "side": "both"}, "documents"),
+        ({"pairs": PAIRS[:1], "side": "both", "max_unseen_loss": None}, "queries"),
+        ({"pairs": [(0, 3), (1, 3)], "side": "both", "max_unseen_loss": None}, "documents"),
         ({"documents": np.ones_like(DOCUMENTS)}, "documents"),
         ({"documents": DOCUMENTS[:, :8]}, "features"),
         ({"queries": QUERIES * 0}, "norm"),

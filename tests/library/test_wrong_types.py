@@ -335,7 +335,8 @@ def make_calls(folder):
             (
                 evaluate_pairs,
                 {"estimator": PairAdapter("both", max_unseen_loss=None).fit(**pairs)} | pairs,
-                {"estimator": OBJECTS, "queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "k": NUMBERS},
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "estimator": (*OBJECTS, fitted)}
+                | {"k": (*NUMBERS, 121), "confidence": NUMBERS, "random_state": NUMBERS},
             ),
         ],
         "deploy.stores.open_store": [(open_store, {"path": out("store")}, {"path": PATHS})],
