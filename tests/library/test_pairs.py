@@ -10,7 +10,7 @@ import torch
 from ega import EmbeddingAdapter, InputError, evaluate
 from ega import pairs as module
 from ega.data.arrays import normalize
-from ega.data.relevance import ranking_metrics
+from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 from ega.method.adapters import transform
 from ega.method.config import TrainConfig
@@ -307,7 +307,7 @@ def test_a_refused_adapter_changes_nothing():
     [
         ({"pairs": PAIRS + [0, 60, 0]}, "document"),
         ({"pairs": PAIRS * [1, 1, 0]}, "grade"),
-        ({"pairs": PAIRS[:, :1]}, "columns"),
+        ({"pairs": PAIRS[:, :1]}, "pairs"),
         ({"pairs": PAIRS[:1], "side": "both"}, "queries"),
         ({"pairs": [(0, 3), (1, 3)], "side": "both"}, "documents"),
         ({"documents": np.ones_like(DOCUMENTS)}, "documents"),
