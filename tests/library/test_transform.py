@@ -681,7 +681,7 @@ def test_bad_file_of_a_folder_is_found_before_computing(tmp_path):
     with pytest.raises(InputError, match="b.npy"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     np.save(tmp_path / "x/b.npy", rows_with(5, np.nan))
-    with pytest.raises(InputError, match="b.npy: row 5"):
+    with pytest.raises(InputError, match="b.npy.*row 5"):
         transform_file(make_adapter(), tmp_path / "x", tmp_path / "z", **ONE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "z.part", "z.part.json"] and [
         p.name for p in (tmp_path / "z.part").iterdir()
