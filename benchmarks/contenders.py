@@ -25,9 +25,10 @@ from harness import (
     run_group,
 )
 
-from ega.data.arrays import InputError, check_positive_int, import_optional, peak_memory_mb
+from ega.data.arrays import InputError, check_positive_int, import_optional
 from ega.data.files import atomic_write
 from ega.data.threads import usable_cores
+from ega.testing import peak_memory_mb
 
 
 def make_clusters(

@@ -14,8 +14,8 @@ from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
 
-from ega.data.arrays import peak_memory_mb
 from ega.experiments.summary import speed_ratios
+from ega.testing import peak_memory_mb
 
 Job = namedtuple("Job", "run n_units prepare", defaults=(None,))
 

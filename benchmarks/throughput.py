@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ega.data.arrays import linear, normalize, peak_memory_mb
+from ega.data.arrays import linear, normalize
 from ega.data.vectors import open_vectors
 from ega.deploy.transform import progress_file, transform_file
 from ega.method.adapters import count_parameters, save_adapter, transform
+from ega.testing import peak_memory_mb
 
 
 def fraction_of_matmul_speed(

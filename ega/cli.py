@@ -1095,13 +1095,13 @@ def _read_queries(args):
             embed(args.queries, args.encoder, pack, dtype="float32", progress=_show_progress(args))
             es = read_pack(pack)
         return es.x, es.ids.tolist()
-    from ega.data.arrays import check_and_normalize
+    from ega.data.arrays import as_unit_rows
     from ega.data.vectors import open_vectors, read_embeddings
 
     if args.queries.endswith(".parquet") and open_vectors(args.queries, column=args.column).pack:
         es = read_pack(args.queries)
         return es.x, es.ids.tolist()
-    x = check_and_normalize(read_embeddings(args.queries, args.column)[0])
+    x = as_unit_rows(read_embeddings(args.queries, args.column)[0], "X")
     return x, list(range(len(x)))
 
 

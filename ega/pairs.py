@@ -40,11 +40,12 @@ from ega.data.arrays import (
     short_repr,
     spawn_rngs,
 )
-from .data.files import hash_arrays, read_json
-from .data.relevance import check_pairs, queries_with_relevant, ranking_metrics
+from .data.files import hash_arrays
+from .data.relevance import check_pairs, queries_with_relevant
 from .data.threads import limit_threads
 from .estimator import EmbeddingAdapter, _BaseAdapter, _hash_rows_and_labels, _joint_fingerprint, _weights_path
 from .measure.evaluation import change_in_words, hash_rows
+from .measure.ranking import ranking_metrics
 from .measure.search import knn
 from .measure.statistics import bootstrap
 from .method.adapters import LinearAdapter, merge_linear, transform

@@ -5,20 +5,17 @@
 # %% auto #0
 __all__ = ['READ_ERRORS', 'MAX_DECOMPRESSED_BYTES', 'MAX_COMPRESSION_RATIO', 'check_path', 'make_folder', 'file_lock',
            'atomic_write', 'atomic_folder', 'check_output', 'file_hash', 'hash_arrays', 'short_error',
-           'check_decompressed_size', 'check_is_file', 'read_json', 'read_csv_columns', 'read_npy_comment', 'open_npy',
-           'read_npz']
+           'check_decompressed_size', 'check_is_file', 'reading', 'read_json', 'read_csv_columns', 'read_npy_comment',
+           'open_npy', 'read_npz']
 
 # %% ../../nbs/data/02_files.ipynb #exported-imports
 import csv
-import errno
 import hashlib
 import io
 import json
-import math
 import os
-import re
+import secrets
 import shutil
-import stat
 import struct
 import tempfile
 import tokenize
@@ -31,18 +28,16 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import InputError, short_repr
+from .arrays import InputError
 
 # %% ../../nbs/data/02_files.ipynb #check-path
 def check_path(
     path: Any,  # value to check
     name: str = "path",  # name of the argument in error messages
 ) -> Path:
-    "Return `path` as a `pathlib.Path`, or raise `InputError` if it is neither a text nor a path."
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise InputError(f"{name} must be a text or a pathlib.Path, got {short_repr(path)}")
-    if "\0" in os.fspath(path) or any(len(part.encode(errors="replace")) > 255 for part in Path(path).parts):
-        raise InputError(f"{name} must have names of at most 255 bytes without NUL, got {short_repr(path)}; shorten it")
+    "Return `path` as a `pathlib.Path`, or raise `InputError` if it is neither a text nor a path, or empty."
+    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+        raise InputError(f"{name} must be a text or a pathlib.Path, got {path!r:.80}")
     return Path(path)
 
 
@@ -52,7 +47,7 @@ def make_folder(
     "Make a folder and its parents, or raise `InputError` if one of them is a file or cannot be made."
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
+    except OSError as error:
         raise InputError(f"{path}: this folder cannot be made ({error.strerror}); choose another") from error
 
 # %% ../../nbs/data/02_files.ipynb #file-lock
@@ -78,19 +73,10 @@ def file_lock(
         os.close(descriptor)
 
 # %% ../../nbs/data/02_files.ipynb #atomic-write
-def _umask():
-    "Return the umask of this process."
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask"))
-    except (OSError, StopIteration):
-        # without /proc the umask can only be read by changing it, which other threads see for a moment
-        umask = os.umask(0)
-        os.umask(umask)
-        return umask
-
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def _temporary_beside(path):
+    "A hidden path in the same folder that does not exist."
+    make_folder(path.parent)
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
@@ -101,25 +87,16 @@ def atomic_write(
     path = check_path(path)
     if path.is_dir():
         raise InputError(f"{path} is a folder, expected the name of a file; choose another name")
-    make_folder(path.parent)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _temporary_beside(path)
     try:
-        try:
-            yield temporary
-            with open(temporary, "rb") as f:
-                os.fsync(f.fileno())
-        except OSError as error:
-            if error.errno not in _NO_SPACE:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error  # the system names no file
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":  # what safetensors raises when the disk is full
-                raise
-            raise OSError(f"{path} cannot be written: {short_error(error)}") from error
-        temporary.chmod(0o666 & ~_umask())  # mkstemp creates files that only their owner may read
+        temporary.touch(exist_ok=False)
+        yield temporary
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # where the disk is full the system names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -132,13 +109,12 @@ def atomic_folder(
     path = check_path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already, expected the name of a new folder; choose another name")
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o777 & ~_umask()
-    make_folder(path.parent)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    temporary = _temporary_beside(path)
+    temporary.mkdir()
     try:
         yield temporary
-        temporary.chmod(mode)  # mkdtemp creates folders that only their owner may open
         if path.exists():
+            shutil.copymode(path, temporary)
             path.rmdir()  # Windows renames no folder to the name of another
         temporary.rename(path)
     finally:
@@ -153,37 +129,27 @@ def check_output(
 ) -> Path:
     "Return a path that can be written, or raise `InputError`; nothing is created."
     path = check_path(path)
-    if path.is_dir() != (not endings) and path.exists():
-        expected = f"a file ending in {' or '.join(endings)}" if endings else "a folder"
+    expected = f"a file ending in {' or '.join(endings)}" if endings else "a folder"
+    if path.exists() and path.is_dir() == bool(endings):
         raise InputError(f"{path} is a {'folder' if endings else 'file'}, expected {expected}; choose another name")
     if endings and path.suffix not in endings:
-        found = path.suffix or "no ending"
-        raise InputError(f"{path}: expected a file ending in {' or '.join(endings)}, got {found!r}; rename it")
+        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; rename it")
     if path.exists() and not overwrite and (endings or any(path.iterdir())):
         raise InputError(f"{path} exists already; choose another name, or pass overwrite=True (--overwrite)")
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not existing.is_dir() and existing != path:
-        raise InputError(f"{path} cannot be written, because {existing} is a file; choose another folder")
-    if not os.access(existing, os.W_OK):
-        raise InputError(f"{path} cannot be written, because {existing} is read-only; choose another folder")
-    try:  # some folders, such as /proc, take no files although they state that they do
-        with tempfile.TemporaryFile(dir=existing if existing.is_dir() else existing.parent):
+    existing = next(p for p in (*([] if endings else [path]), *path.absolute().parents) if p.exists())
+    try:  # permissions do not tell for some folders, such as /proc
+        with tempfile.TemporaryFile(dir=existing):
             return path
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be written, because no file can be made there ({error.strerror}); choose another folder"
-        ) from error
+        raise InputError(f"{path} cannot be written in {existing} ({error.strerror}); choose another folder") from error
 
 # %% ../../nbs/data/02_files.ipynb #file-hash
 def file_hash(
     path: Path | str,  # any file
 ) -> str:  # 64 hexadecimal digits
     "Return the SHA-256 of a file."
-    digest = hashlib.sha256()
     with open(path, "rb") as f:
-        while block := f.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def hash_arrays(
@@ -199,21 +165,8 @@ def hash_arrays(
 
 # %% ../../nbs/data/02_files.ipynb #short-error
 READ_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    EOFError,
-    SyntaxError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    csv.Error,
-    tokenize.TokenError,
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
+    *(SyntaxError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error, csv.Error, tokenize.TokenError),
 )  # exceptions that parsers raise for damaged files
 
 
@@ -235,11 +188,10 @@ def check_decompressed_size(
 ) -> int:  # the size
     "Return `size`, or raise `InputError` if a file decompresses to an implausible multiple of its own size."
     compressed = os.path.getsize(path)
-    limit = max(MAX_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * compressed)
-    if size > limit:
+    if size > max(MAX_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * compressed):
         raise InputError(
-            f"{path}: {compressed:,} bytes would decompress to {size / 1e9:.3g} GB, expected at most "
-            f"{limit / 1e9:.3g} GB; if the file is trusted, save it again uncompressed or in parts"
+            f"{path}: {compressed:,} bytes would decompress to {size / 1e9:.3g} GB, which is too many; "
+            "if the file is trusted, save it again uncompressed or in parts"
         )
     return size
 
@@ -252,6 +204,25 @@ def check_is_file(
     if not path.is_file():
         problem = "this is a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
         raise InputError(f"{path}: {problem}; expected {expected}")
+
+# %% ../../nbs/data/02_files.ipynb #unreadable
+@contextmanager
+def reading(
+    path: Path | str,
+    expected: str,  # description of the expected content, for error messages
+    *,
+    hint: str = "copy or save it again",  # what error messages tell the user to do
+) -> Iterator[None]:
+    "Turn whatever a parser raises for a damaged file into an `InputError` of one line."
+    check_is_file(Path(path), expected)
+    try:
+        yield
+    except InputError:
+        raise
+    except READ_ERRORS as error:
+        raise InputError(
+            f"{path}: expected {expected}, but it cannot be read ({short_error(error)}); {hint}"
+        ) from error
 
 # %% ../../nbs/data/02_files.ipynb #read-json
 def _refuse_constant(name):
@@ -268,25 +239,16 @@ def read_json(
     hint: str = "copy or save it again",  # what error messages tell the user to do
 ) -> Any:  # the decoded value
     "Read a JSON file, or raise `InputError`."
-    path = Path(path)
-    check_is_file(path, expected)
-    try:
-        if path.stat().st_size > max_bytes:
-            raise ValueError(f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read")
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    with reading(path, expected, hint=hint):
+        if os.path.getsize(path) > max_bytes:
+            raise ValueError(f"{os.path.getsize(path):,} bytes, at most {max_bytes:,} are read")
+        value = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         if not isinstance(value, root_type):
             raise TypeError(f"{type(value).__name__} instead of {root_type.__name__}")
-    except READ_ERRORS as error:
-        raise InputError(
-            f"{path}: expected {expected}, but it cannot be read ({short_error(error)}); {hint}"
-        ) from error
     return value
 
 # %% ../../nbs/data/02_files.ipynb #read-csv-columns
 _MAX_CSV_COLUMNS = 1000
-_DELIMITERS = ",;\t|"
-_QUOTED_FIELD = r'(?:\A|(?<=[,;\t|]))"[^"]*(?:""[^"]*)*"'
-_HEADER = re.compile(rf"(?:{_QUOTED_FIELD}|[^\r\n])*")
 
 
 def _decode_table(raw):
@@ -295,85 +257,45 @@ def _decode_table(raw):
         text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except ValueError as error:
         raise ValueError("it is not UTF-8 text: in Excel save it as 'CSV UTF-8'") from error
-    if "\0" in text:
-        raise ValueError("it has NUL characters, damaged or not UTF-8: in Excel save it as 'CSV UTF-8'")
-    if not text.strip("\r\n"):
-        raise ValueError("it is empty")
+    if "\0" in text or not text.strip("\r\n"):
+        raise ValueError("it is empty, or not UTF-8 text: in Excel save it as 'CSV UTF-8'")
     return text.lstrip("\r\n")
 
 
-def _split_table(text, delimiter):
-    "The header and the rows; an empty line is a row only in a table of one column."
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    header = next(lines)
-    return header, [line or [""] for line in lines if line or len(header) == 1]
-
-
-def _find_delimiter(text):
-    "The delimiter of a table: the one in its header, or the one of several that divides all rows alike."
-    header = re.sub(_QUOTED_FIELD, "", _HEADER.match(text)[0])
-    found = [d for d in _DELIMITERS if d in header]
-    if len(found) > 1:
-        tables = {d: _split_table(text, d) for d in found}
-        alike = [d for d, (names, rows) in tables.items() if {len(row) for row in rows} <= {len(names)}]
-        if len(alike) != 1:
-            raise ValueError(f"the header holds {' and '.join(map(repr, found))}: quote names that hold a delimiter")
-        found = alike
-    return found[0] if found else ","
+def _split_table(text):
+    "The rows of a table, the header first; its delimiter is the one in the header, outside of quotes."
+    tables = {}
+    for delimiter in ",;\t|":
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        if len(header := next(rows)) > 1:
+            tables[delimiter] = [header, *(row for row in rows if row)]  # an empty line is no row
+    if not tables:
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+        return [row or [""] for row in rows]  # in a table of one column it is one
+    if len(tables) > 1:  # such as a decimal comma: the delimiter that divides all rows alike
+        tables = {d: rows for d, rows in tables.items() if len({len(row) for row in rows}) == 1}
+    if len(tables) != 1:
+        raise ValueError("the header holds several delimiters: quote names that hold one")
+    return next(iter(tables.values()))
 
 # %% ../../nbs/data/02_files.ipynb #read-csv-columns-2
-def _check_csv(header, rows, required):
-    "Raise ValueError if a header or a row of a CSV file is malformed."
-    if len(header) > _MAX_CSV_COLUMNS:
-        raise ValueError(f"{len(header)} columns, at most {_MAX_CSV_COLUMNS} are read")
-    if repeated := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
-        raise ValueError(f"several columns are named {repeated[0]!r}: rename all but one")
-    if missing := [name for name in required if name not in header]:
-        raise ValueError(f"the header {header[:9]} lacks {', '.join(missing)}")
-    for i, row in enumerate(rows):
-        if len(row) > len(header):
-            raise ValueError(f"row {i} has {len(row)} fields, the header {len(header)}")
-
-
 def read_csv_columns(
     path: Path | str,  # text with a header; its delimiter is a comma, a semicolon, a tab or |
     expected: str,  # description of the expected content, for error messages
     required: Sequence[str] = (),  # columns it must have
 ) -> dict[str, list[str]]:  # column -> texts; missing fields at the end of a line are ""
     "Read a CSV file as text. An empty line counts as an empty field in a file of one column, else it is skipped."
-    path = Path(path)
-    check_is_file(path, expected)
-    try:
-        text = _decode_table(path.read_bytes())
-        header, rows = _split_table(text, _find_delimiter(text))
-        _check_csv(header, rows, required)
-    except READ_ERRORS as error:
-        raise InputError(
-            f"{path}: expected {expected}, but it cannot be read ({short_error(error)}); save it again"
-        ) from error
-
-    def column(i):
-        return [row[i] if i < len(row) else "" for row in rows]
-
-    return {name: column(i) for i, name in enumerate(header)}
+    with reading(path, expected):
+        header, *rows = _split_table(_decode_table(Path(path).read_bytes()))
+        n = len(header)
+        if n > _MAX_CSV_COLUMNS or len(set(header)) < n or not set(required) <= set(header):
+            raise ValueError(f"the columns are {header[:9]}: name each once, {', '.join(required) or 'at most 1000'}")
+        if too_long := [number for number, row in enumerate(rows) if len(row) > n]:
+            raise ValueError(f"row {too_long[0]} has {len(rows[too_long[0]])} fields, the header {n}")
+        columns = zip(*(row + [""] * (n - len(row)) for row in rows)) if rows else [()] * n
+        return {name: list(column) for name, column in zip(header, columns)}
 
 # %% ../../nbs/data/02_files.ipynb #open-npy
-def _read_npy_header(f):
-    "Return shape, Fortran order and dtype from the header of an open .npy file."
-    version = np.lib.format.read_magic(f)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(f)
-    elif version == (2, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(f)
-    else:
-        raise ValueError(f"version {version} of the format")
-    if dtype.hasobject:
-        raise ValueError("it holds objects: convert numbers by astype('float32'), texts by astype(str)")
-    if any(n < 0 for n in shape):
-        raise ValueError(f"shape {shape}")
-    return shape, fortran, dtype
-
-
 def read_npy_comment(
     path: Path | str,  # .npy file of numbers that `open_npy` can read
 ) -> str:  # the empty text if there is none
@@ -388,54 +310,24 @@ def open_npy(
     path: Path | str,  # .npy file
 ) -> np.ndarray:  # read-only memory map
     "Open a NumPy file as a memory map, or raise `InputError` if it is shorter than its header states."
-    path = Path(path)
-    check_is_file(path, "a .npy file")
-    try:
-        with open(path, "rb") as f:
-            shape, fortran, dtype = _read_npy_header(f)
-            offset = f.tell()
-        needed, size = offset + math.prod(shape) * dtype.itemsize, path.stat().st_size
-        if needed > size:
-            raise ValueError(f"the header states {needed:,} bytes, the file has {size:,}")
-        if needed == offset:  # an empty array cannot be mapped
-            return np.empty(shape, dtype)
-        return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
-    except READ_ERRORS as error:
-        raise InputError(
-            f"{path}: expected a whole .npy file of numbers or texts, but it cannot be read ({short_error(error)}); "
-            "copy or save it again"
-        ) from error
+    with reading(path, "a whole .npy file of numbers or texts"), np.errstate(over="raise"):
+        return np.lib.format.open_memmap(path, mode="r")
 
 # %% ../../nbs/data/02_files.ipynb #read-npz
-def _read_npz_member(archive, info):
-    "Read one array of an open archive after comparing its header with its length."
-    with archive.open(info) as f:
-        shape, _, dtype = _read_npy_header(f)
-        if f.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
-            raise ValueError(f"{info.filename} has {info.file_size:,} bytes, its header states {shape} of {dtype}")
-    with archive.open(info) as f:
-        return np.lib.format.read_array(f, allow_pickle=False)
-
-
 def read_npz(
     path: Path | str,  # .npz file
     names: Sequence[str] | None = None,  # arrays to read; None: all
     expected: str = "a whole .npz archive",  # description of the expected content, for error messages
 ) -> dict[str, np.ndarray]:  # name -> array
     "Read arrays of a NumPy archive, or raise `InputError`."
-    path = Path(path)
-    check_is_file(path, "a .npz archive")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            if names is not None:
-                members = {name: members[name] for name in names}
-            check_decompressed_size(path, sum(info.file_size for info in members.values()))
-            return {name: _read_npz_member(archive, info) for name, info in members.items()}
-    except InputError:
-        raise
-    except READ_ERRORS as error:
-        arrays = f" with arrays {', '.join(names)}" if names else ""
-        raise InputError(
-            f"{path}: expected {expected}{arrays}, but it cannot be read ({short_error(error)}); copy or save it again"
-        ) from error
+    with reading(path, expected), zipfile.ZipFile(path) as archive:
+        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        members = members if names is None else {name: members[name] for name in names}
+        check_decompressed_size(path, sum(info.file_size for info in members.values()))
+        arrays = {}
+        for name, info in members.items():
+            member = io.BytesIO(archive.read(info))  # whole, so that its checksum is verified
+            arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
+            if member.read(1):
+                raise ValueError(f"{info.filename} is longer than its header states")
+        return arrays

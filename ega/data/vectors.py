@@ -7,7 +7,6 @@ __all__ = ['VectorFile', 'open_npy_vectors', 'iter_tables', 'open_vectors', 'che
            'check_embeddings_file', 'read_embeddings', 'check_labels_file', 'read_labels', 'check_same_order']
 
 # %% ../../nbs/data/04_vectors.ipynb #exported-imports
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,18 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, has_unit_norm, out_of_range, parse_label_fields
-from ega.data.files import (
-    READ_ERRORS,
-    check_is_file,
-    check_path,
-    open_npy,
-    read_csv_columns,
-    read_npy_comment,
-    read_npz,
-    short_error,
-)
-from .packs import check_pack_metadata, dequantize, open_parquet, read_pack
+from .arrays import InputError, as_unit_rows, parse_label_fields
+from .files import check_is_file, open_npy, read_csv_columns, read_npy_comment, read_npz, reading
+from .packs import dequantize, open_parquet, pack_metadata, read_pack
 
 if TYPE_CHECKING:
     import pyarrow
@@ -47,26 +37,24 @@ class VectorFile(NamedTuple):
 _ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.deploy.transform` writes it
 
 
-def _read_numbers(f, path, dtype, offset, count):
-    "Read numbers at an offset of an open file, or raise `InputError` if it ends before them."
-    f.seek(offset)
-    numbers = np.fromfile(f, dtype, count)
-    if len(numbers) < count:
-        raise InputError(f"{path}: the file ends too early; it was shortened while it was read: run again")
-    return numbers
-
-
 def _iter_npy_blocks(path, dtype, offset, shape, is_fortran, first, size):
     "Yield blocks of rows of a .npy file, whose numbers are stored row by row or, in Fortran order, column by column."
     n, d = shape
+
+    def read(at, count):
+        f.seek(offset + at * dtype.itemsize)
+        numbers = np.fromfile(f, dtype, count)
+        if len(numbers) < count:
+            raise InputError(f"{path}: the file ends too early; it was shortened while it was read: run again")
+        return numbers
+
     with open(path, "rb") as f:
         for start in range(first, n, size):
             count = min(size, n - start)
             if is_fortran:
-                starts = [offset + (column * n + start) * dtype.itemsize for column in range(d)]
-                yield np.stack([_read_numbers(f, path, dtype, at, count) for at in starts], 1)
+                yield np.stack([read(column * n + start, count) for column in range(d)], 1)
             else:
-                yield _read_numbers(f, path, dtype, offset + start * d * dtype.itemsize, count * d).reshape(-1, d)
+                yield read(start * d, count * d).reshape(-1, d)
 
 
 def open_npy_vectors(
@@ -75,47 +63,21 @@ def open_npy_vectors(
 ) -> VectorFile:
     "Open a NumPy file of float vectors, or raise `InputError`."
     header = open_npy(path)  # a memory map, of which only the header is used
-    if header.dtype.kind not in "fiu" or header.dtype.itemsize > 8:
-        advice = "name the file of embeddings" if header.dtype.kind in "US" else "convert it with .astype('float32')"
-        raise InputError(f"{path}: expected embeddings, which are real numbers, got dtype {header.dtype}; {advice}")
-    if header.ndim != 2 or 0 in header.shape:
-        advice = "save a matrix with at least one row and one column"
-        if header.ndim == 1:
-            advice = (
-                "name the file of embeddings; one vector is saved as x[None], labels are named after the embeddings"
-            )
-        elif header.ndim > 2:
-            advice = "flatten all axes but the first"
-        raise InputError(f"{path}: expected rows of shape (n, {dim or 'd'}), got {header.shape}; {advice}")
-    if dim not in (None, header.shape[1]):
+    is_matrix = header.dtype.kind in "fiu" and header.dtype.itemsize <= 8 and header.ndim == 2 and header.size
+    if not is_matrix or dim not in (None, header.shape[1]):
         raise InputError(
-            f"{path}: expected {dim} columns, as the adapter has, got {header.shape[1]}; "
-            "use vectors from the same encoder"
+            f"{path}: expected rows of real numbers of shape (n, {dim or 'd'}), got {header.dtype} of shape "
+            f"{header.shape}; use vectors from the encoder of the adapter, one row each"
         )
-    assert isinstance(header, np.memmap)  # open_npy maps every array that is not empty
-    expected_size = header.offset + header.nbytes
-    size = path.stat().st_size
-    if size != expected_size:
-        raise InputError(f"{path}: expected {expected_size} bytes, got {size}; copy or save it again")
+    assert isinstance(header, np.memmap)
+    if path.stat().st_size != header.offset + header.nbytes:
+        raise InputError(f"{path}: the file is longer than its header states; copy or save it again")
     is_fortran = not header.flags.c_contiguous
     read_blocks = partial(_iter_npy_blocks, path, header.dtype, header.offset, header.shape, is_fortran)
     adapted_by = tuple(_ADAPTED_BY.findall(read_npy_comment(path)))
     return VectorFile(path, len(header), read_blocks, None, None, adapted_by)
 
 # %% ../../nbs/data/04_vectors.ipynb #iter-tables
-def _next_batch(batches, path):
-    "Return the next record batch of a Parquet file, None at its end, or raise `InputError`."
-    import pyarrow as pa
-
-    try:
-        return next(batches, None)
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise InputError(
-            f"{path}: expected a whole Parquet file, but it cannot be read ({short_error(error)}); "
-            "copy or write it again"
-        ) from error
-
-
 def iter_tables(
     path: Path | str,  # Parquet file
     columns: Sequence[str] | None,  # names of columns; None: all
@@ -131,7 +93,11 @@ def iter_tables(
     skip = first - (int(group_ends[group - 1]) if group else 0)
     batches = f.iter_batches(size, row_groups=range(group, f.num_row_groups), columns=columns, use_threads=False)
     pending = None  # rows that were read and not yet yielded
-    while (batch := _next_batch(batches, path)) is not None:
+    while True:
+        with reading(path, "a whole Parquet file", hint="copy or write it again"):
+            batch = next(batches, None)
+        if batch is None:
+            break
         table = pa.Table.from_batches([batch]).slice(skip)
         skip = max(0, skip - len(batch))
         pending = table if pending is None else pa.concat_tables([pending, table])
@@ -142,24 +108,26 @@ def iter_tables(
         yield pending
 
 # %% ../../nbs/data/04_vectors.ipynb #pack-metadata
-def _pack_metadata(path, schema):
-    "Return the metadata of a pack, or None if an Arrow schema is not that of a pack."
-    try:
-        meta = json.loads((schema.metadata or {})[b"ega"])
-    except READ_ERRORS:
-        return None
-    if not isinstance(meta, dict) or not {"code", "scale"} <= set(schema.names):
-        return None
-    return check_pack_metadata(meta, path)
-
-
-def _vector_columns(schema):
-    "Names of the columns of an Arrow schema that hold lists of floats; if there is none, those of lists of integers."
+def _find_vector_column(
+    path,  # Parquet file, for messages
+    schema,  # its Arrow schema
+    column,  # required column, or None
+):  # name of the column of vectors; metadata of a pack, else None
+    "Find the column of vectors in a Parquet file: lists of floats, or of integers if there are none of floats."
     import pyarrow.types as t
 
+    if column in (None, "code") and (meta := pack_metadata(path, schema)):
+        return "code", meta
     lists = [f for f in schema if t.is_list(f.type) or t.is_large_list(f.type) or t.is_fixed_size_list(f.type)]
     floats = [f.name for f in lists if t.is_floating(f.type.value_type)]
-    return floats or [f.name for f in lists if t.is_integer(f.type.value_type)]
+    found = floats or [f.name for f in lists if t.is_integer(f.type.value_type)]
+    chosen = found if column is None else [name for name in found if name == column]
+    if len(chosen) != 1:
+        raise InputError(
+            f"{path}: expected one column of float lists{f' {column!r}' if column else ''}, found {found or 'none'} "
+            f"in {', '.join(schema.names)[:80]}; name one with column= (--column)"
+        )
+    return chosen[0], None
 
 
 def _adapters_applied(schema, column, pack):
@@ -167,118 +135,46 @@ def _adapters_applied(schema, column, pack):
     recorded = (schema.field(column).metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
     return tuple(_ADAPTED_BY.findall(str(pack["notes"]) if pack else recorded))
 
-
-def _find_vector_column(
-    path,  # Parquet file, for messages
-    schema,  # its Arrow schema
-    column,  # required column, or None
-):  # name of the column of vectors; metadata of a pack, else None
-    "Find the column of vectors in a Parquet file, or raise `InputError`."
-    if column in (None, "code") and (meta := _pack_metadata(path, schema)):
-        return "code", meta
-    found = _vector_columns(schema)
-    if column is None and len(found) != 1:
-        wide = 'pd.DataFrame({"vector": list(df.to_numpy("float32"))})'
-        advice = f"make one of a float column for each dimension with {wide}"
-        if found:
-            advice = "name one with column= (--column)"
-        if len(set(found)) < len(found):
-            advice = "these columns have the same name: rename all but one"
-        raise InputError(f"{path}: expected one column of float lists, found {', '.join(found) or 'none'}; {advice}")
-    name = found[0] if column is None else column
-    if schema.names.count(name) != 1:
-        advice = "rename all but one" if name in schema.names else "name another with column= (--column)"
-        raise InputError(f"{path}: expected one column {name!r}, the columns are {', '.join(schema.names)}; {advice}")
-    if name not in found:
-        raise InputError(
-            f"{path}: column {name!r} must hold lists of floats, got {schema.field(name).type}; "
-            f"candidates: {', '.join(found) or 'none'}"
-        )
-    return name, None
-
 # %% ../../nbs/data/04_vectors.ipynb #column-to-matrix
-def _column_to_matrix(
-    table,  # pyarrow.Table with the column
-    column,  # its name
-    first,  # number of the first row in the file, for messages
-    dim,  # required length of a vector
-    reason,  # why it is required, for messages
-    path,  # for messages
-):  # (n, dim) array
-    "Convert a column of lists to a matrix, or raise `InputError`."
+def _iter_parquet_blocks(path, column, pack, dim, first, size):
+    "Yield blocks of rows of a Parquet file; those of a pack are decoded."
     import pyarrow as pa
 
-    a = table[column].combine_chunks()
-    if a.null_count:
-        row = first + int(np.flatnonzero(a.is_null())[0])
-        raise InputError(f"{path}: row {row} has no vector in column {column!r}; drop it or fill it in")
-    if pa.types.is_fixed_size_list(a.type):
-        lengths = np.full(len(a), a.type.list_size)
-    else:
-        lengths = a.value_lengths().to_numpy()
-    wrong = np.flatnonzero(lengths != dim)
-    if len(wrong):
-        raise InputError(
-            f"{path}: row {first + wrong[0]} of column {column!r} has {lengths[wrong[0]]} numbers, expected {dim}, "
-            f"{reason}; use vectors from the same encoder"
-        )
-    return a.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
-
-
-def _iter_parquet_blocks(path, column, pack, dim, reason, first, size):
-    "Yield blocks of rows of a Parquet file; those of a pack are decoded."
     for table in iter_tables(path, [column, "scale"] if pack else [column], first, size):
-        x = _column_to_matrix(table, column, first, dim, reason, path)
+        a = table[column].combine_chunks()
+        is_fixed = pa.types.is_fixed_size_list(a.type)
+        lengths = np.full(len(a), a.type.list_size) if is_fixed else a.value_lengths().to_numpy(zero_copy_only=False)
+        wrong = np.flatnonzero((lengths != dim) | a.is_null().to_numpy(zero_copy_only=False))
+        if len(wrong):
+            raise InputError(
+                f"{path}: row {first + wrong[0]} of column {column!r} does not hold {dim} numbers; drop it, or use "
+                "vectors from the encoder of the adapter"
+            )
+        x = a.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
         yield dequantize(x, table["scale"].to_numpy()) if pack else x
         first += len(table)
 
 # %% ../../nbs/data/04_vectors.ipynb #open-vectors
-def _first_length(path, column):
-    "Return the length of the first vector in a column of a Parquet file, 0 if it is missing."
-    for table in iter_tables(path, [column], 0, 1):
-        return len(table[column][0].as_py() or ())
-    return 0
-
-
-def _conversion(path):
-    "What to do with a file of embeddings of another format."
-    if path.suffix in (".npz", ".safetensors"):
-        return "save its matrix with np.save"
-    if path.suffix.lower() in (".csv", ".tsv", ".txt"):
-        return (
-            "if its columns are the numbers of embeddings, convert it: np.save('embeddings.npy', "
-            f"pd.read_csv({path.name!r}).to_numpy('float32'))"
-        )
-    return "save its matrix with np.save, or rename the file if only its ending is another"
-
-
 def open_vectors(
     path: Path | str,  # .npy or .parquet file
     dim: int | None = None,  # required length of a vector; None: that of the first
     column: str | None = None,  # Parquet: column of vectors; None: `code` of a pack, else the only one
 ) -> VectorFile:
     "Open a file of vectors and check what its header states, or raise `InputError`."
-    path = check_path(path)
+    path = Path(path)
     check_is_file(path, "a .npy or .parquet file")
-    if path.suffix == ".npy":
-        if column is not None:
-            raise InputError(f"{path}: a .npy file has no columns, got column {column!r}; leave out column= (--column)")
+    if path.suffix == ".npy" and column is None:
         return open_npy_vectors(path, dim)
     if path.suffix != ".parquet":
-        raise InputError(f"{path}: expected a .npy or .parquet file, got {path.suffix!r}; {_conversion(path)}")
+        raise InputError(f"{path}: expected embeddings in .npy, or in .parquet with this column; save them with np.save")
     f = open_parquet(path)
-    if not f.metadata.num_rows:
-        raise InputError(f"{path}: expected at least one row, got none; leave the file out")
     name, pack = _find_vector_column(path, f.schema_arrow, column)
-    reason = "as the adapter has"
     if dim is None:
-        dim, reason = (pack["dim"], "as the pack states") if pack else (_first_length(path, name), "as row 0 has")
-    if type(dim) is not int or dim < 1:
-        raise InputError(
-            f"{path}: expected vectors of at least one number in column {name!r}, got length {str(dim)[:40]!r}; "
-            "write the file again"
-        )
-    read_blocks = partial(_iter_parquet_blocks, path, name, pack, dim, reason)
+        first = next(iter_tables(path, [name], 0, 1), {name: [None]})[name][0]
+        dim = pack["dim"] if pack else len((first and first.as_py()) or ())
+    if type(dim) is not int or dim < 1 or not f.metadata.num_rows:
+        raise InputError(f"{path}: expected vectors of at least one number in column {name!r}; write the file again")
+    read_blocks = partial(_iter_parquet_blocks, path, name, pack, dim)
     adapted_by = _adapters_applied(f.schema_arrow, name, pack)
     return VectorFile(path, f.metadata.num_rows, read_blocks, name, pack, adapted_by)
 
@@ -294,32 +190,6 @@ def check_not_adapted(
         )
 
 # %% ../../nbs/data/04_vectors.ipynb #iter-unit-batches
-def _rows_of_file_to_unit(
-    x,  # (m, d) floats of any width
-    first,  # number of the first row in the file, for messages
-    path,  # for messages
-):  # (m, d) float32 unit rows
-    "Convert a block to float32 unit rows, or raise `InputError` with the number of the row in the file."
-    given = x
-    with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf, which is reported below
-        x = np.ascontiguousarray(x, np.float32)
-    if has_unit_norm(x).all():  # the usual case takes one pass
-        return x
-    rows, what = out_of_range(given, x) if given.dtype == np.float64 else ((), "")
-    if len(rows):
-        raise InputError(
-            f"{path}: row {first + rows[0]} has {what}: outside the range of float32; scale the rows first, such as "
-            "with x / np.abs(x).max(axis=1, keepdims=True)"
-        )
-    bad = np.flatnonzero(~np.isfinite(x).all(1))
-    if len(bad):
-        raise InputError(f"{path}: row {first + bad[0]} has NaN or inf; drop or repair it")
-    bad = np.flatnonzero(~x.any(1))
-    if len(bad):
-        raise InputError(f"{path}: row {first + bad[0]} has norm 0, so it has no direction; drop it")
-    return as_unit_rows(x)
-
-
 def iter_normalized_batches(
     vectors: VectorFile,
     first: int,  # row to begin at
@@ -327,7 +197,7 @@ def iter_normalized_batches(
 ) -> Iterator[np.ndarray]:  # (<= size, d) float32 unit rows
     "Yield the rows of a file in batches of unit rows, or raise `InputError` with the number of the row."
     for x in vectors.blocks(first, size):
-        yield _rows_of_file_to_unit(x, first, vectors.path)
+        yield as_unit_rows(x, str(vectors.path), first_row=first)
         first += len(x)
 
 # %% ../../nbs/data/04_vectors.ipynb #read-embeddings
@@ -337,14 +207,12 @@ def _read_safetensors(path):
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # safetensors.numpy fails for a file that also holds bfloat16
 
-    try:
-        tensors = load_file(path)
+    with reading(path, "a whole .safetensors file of arrays"):
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
         return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
-    except (SafetensorError, *READ_ERRORS) as error:
-        raise InputError(
-            f"{path}: expected a whole .safetensors file of arrays, but it cannot be read ({short_error(error)}); "
-            "copy or save it again"
-        ) from error
 
 
 def _read_archive_matrix(path, name):
@@ -354,11 +222,8 @@ def _read_archive_matrix(path, name):
     floats = {key: a for key, a in matrices.items() if a.dtype.kind == "f"}
     found = floats or {key: a for key, a in matrices.items() if a.dtype.kind in "iu"}
     if len(found) != 1:
-        expected = f"a matrix {name!r}" if name else "one matrix"
         stored = ", ".join(f"{key} {a.shape}" for key, a in list(arrays.items())[:9]) or "none"
-        raise InputError(
-            f"{path}: expected {expected} of real numbers, the arrays are {stored}; name one with column= (--column)"
-        )
+        raise InputError(f"{path}: expected one matrix, the arrays are {stored}; name one with column= (--column)")
     return next(iter(found.values()))
 
 
@@ -367,12 +232,10 @@ def check_embeddings_file(
     column: str | None = None,  # as in read_embeddings
 ) -> Path:
     "Raise `InputError` for a file that `read_embeddings` cannot read, as far as its name and header say."
-    path, expected = check_path(path), "embeddings in .npy, .npz, .safetensors or .parquet"
-    check_is_file(path, expected)
-    if path.suffix in (".npy", ".parquet"):
+    path = Path(path)
+    check_is_file(path, "embeddings in .npy, .npz, .safetensors or .parquet")
+    if path.suffix not in (".npz", ".safetensors"):
         open_vectors(path, column=column)
-    elif path.suffix not in (".npz", ".safetensors"):
-        raise InputError(f"{path}: expected {expected}, got {path.suffix!r}; {_conversion(path)}")
     return path
 
 
@@ -401,15 +264,9 @@ def _class_names(es):
 def _column_name(path, names, column):
     "The name of the column of labels: the given one, else `label`, else the only one; or raise `InputError`."
     name = column or ("label" if "label" in names or len(names) != 1 else names[0])
-    if spaced := [other for other in names if other != name and other.strip() == name and name not in names]:
+    if names.count(name) != 1:
         raise InputError(
-            f"{path}: expected a column {name!r}, the header has {spaced[0]!r}; remove blanks around names and labels"
-        )
-    if names.count(name) > 1:
-        raise InputError(f"{path}: several columns are named {name!r}; rename all but one")
-    if name not in names:
-        raise InputError(
-            f"{path}: expected a column {name!r}, the columns are {', '.join(names)[:80]}; "
+            f"{path}: expected one column {name!r}, the columns are {', '.join(map(repr, names))[:80]}; "
             "name one with column= (--label-column)"
         )
     return name
@@ -424,45 +281,28 @@ def _read_csv_labels(path, column, n, unlabelled, as_texts):
         while len(fields) > n and not fields[-1]:
             fields.pop()
     if n is not None and len(fields) != n:
-        advice = "give the labels of the same rows"
-        if len(fields) == n - 1:
-            advice = "the first line of the file must be the header"
         raise InputError(
             f"{path}: expected one label per row: {n} rows, got {len(fields)} labels below the header {name!r}; "
-            f"{advice}"
+            "give the labels of the same rows, and the header in the first line"
         )
     return parse_label_fields(fields, unlabelled, as_texts=as_texts)
 
 # %% ../../nbs/data/04_vectors.ipynb #read-parquet-labels
-def _is_label_type(arrow_type):
-    "Whether `encode_labels` decides about a column of this type: integers, floats, Booleans, texts, categories."
-    import pyarrow.types as t
-
-    if t.is_dictionary(arrow_type):
-        return _is_label_type(arrow_type.value_type)
-    tests = (t.is_integer, t.is_floating, t.is_boolean, t.is_string, t.is_large_string, t.is_string_view, t.is_null)
-    return any(test(arrow_type) for test in tests)
-
-
 def _read_parquet_labels(path, column):
     "Labels of a Parquet file, those of a pack as class names; see `read_labels`."
-    f = open_parquet(path)
-    if _pack_metadata(path, f.schema_arrow):
+    schema = open_parquet(path).schema_arrow
+    if pack_metadata(path, schema):
         if column:
             raise InputError(f"{path}: a pack holds one column of labels; leave out column= (--label-column)")
         return _class_names(read_pack(path))
-    names = [name for name in f.schema_arrow.names if not re.fullmatch(r"__index_level_\d+__", name)]
-    name = _column_name(path, names, column)
-    kind = f.schema_arrow.field(name).type
-    if not _is_label_type(kind):
-        raise InputError(f"{path}: column {name!r} must hold integers or texts, got {kind}; convert it or name another")
-    try:
-        labels = [value for t in iter_tables(path, [name], 0, 2**16) for value in t[name].to_pylist()]
-    except READ_ERRORS as error:
-        raise InputError(
-            f"{path}: column {name!r} cannot be read ({short_error(error)}); copy or write it again"
-        ) from error
-    return np.array(labels, dtype=object)
+    names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
+    return np.array(_read_column(path, _column_name(path, names, column)), dtype=object)
+
+
+def _read_column(path, name):
+    "The values of a column of a Parquet file."
+    with reading(path, f"a column {name!r} of texts or integers"):
+        return [value for table in iter_tables(path, [name], 0, 2**16) for value in table[name].to_pylist()]
 
 
 _TABLE_ENDINGS = (".csv", ".tsv")  # texts with a header, in any case of letters
@@ -472,15 +312,10 @@ def check_labels_file(
     path: Path | str,  # .npy, .csv, .tsv or .parquet file
 ) -> Path:
     "Raise `InputError` for a file that `read_labels` cannot read, as far as its name says."
-    path, expected = check_path(path), "labels in .npy, .csv or .parquet"
+    path, expected = Path(path), "labels in .npy, .csv or .parquet"
     check_is_file(path, expected)
     if path.suffix not in (".npy", ".parquet") and path.suffix.lower() not in _TABLE_ENDINGS:
-        advice = "save them as .csv, with the name of the column in the first line"
-        if path.suffix == ".npz":
-            advice = "save the array of labels by itself with np.save"
-        elif path.suffix == ".txt":
-            advice = "rename it to .csv if its first line is a header such as label, else write one first"
-        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; {advice}")
+        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; save them as .csv")
     return path
 
 
@@ -516,9 +351,7 @@ def _read_ids(path):
         return None, None
     names = open_parquet(path).schema_arrow.names
     name = next((name for name in _ID_COLUMNS if names.count(name) == 1), None)
-    if name is None:
-        return None, None
-    return name, [str(value) for t in iter_tables(path, [name], 0, 2**16) for value in t[name].to_pylist()]
+    return name, name and [str(value) for value in _read_column(path, name)]
 
 
 def check_same_order(source: Path | str, labels: Path | str) -> None:
@@ -539,10 +372,6 @@ def check_same_order(source: Path | str, labels: Path | str) -> None:
     InputError
         If both have ids and they differ, or differ in their order.
 
-    See Also
-    --------
-    read_labels : read the labels of a file
-
     Examples
     --------
     >>> import tempfile
@@ -553,32 +382,22 @@ def check_same_order(source: Path | str, labels: Path | str) -> None:
     ...     _ = first.write_text("id,label\\n0,gull\\n1,owl\\n"), second.write_text("id,label\\n0,a\\n1,b\\n")
     ...     check_same_order(first, second)
     """
-    source, labels = check_path(source, "source"), check_path(labels, "labels")
+    source, labels = Path(source), Path(labels)
     (name, ids), (name_in_source, expected) = _read_ids(labels), _read_ids(source)
     if (name == "id") != (name_in_source == "id"):
         expected = None  # the index of a DataFrame is compared with another index only
-    if ids is None or ids == expected or len(ids) != len(expected or ids):
+    if ids is None or len(ids) != len(expected or ids):
         return
     numbers = [str(i) for i in range(len(ids))]
-    is_pack = source.suffix == ".parquet" and _pack_metadata(source, open_parquet(source).schema_arrow)
-    has_ids = expected is not None and not (is_pack and expected == numbers)  # without ids a pack has the row numbers
-    if not has_ids:
+    is_pack = source.suffix == ".parquet" and pack_metadata(source, open_parquet(source).schema_arrow)
+    if expected is None or is_pack and expected == numbers:  # without ids a pack has the row numbers
         expected = numbers if sorted(ids) == sorted(numbers) else ids
     if ids == expected:
         return
+    row = next(i for i, (id_, other) in enumerate(zip(ids, expected)) if id_ != other)
     column = "the column 'id'" if name == "id" else "the index of the DataFrame"
-    if sorted(ids) != sorted(expected):
-        row = next(i for i, (id_, other) in enumerate(zip(ids, expected)) if id_ != other)
-        raise InputError(
-            f"{labels}: expected the ids of {source}, but in row {row} {column} holds {ids[row]!r} and not "
-            f"{expected[row]!r}; give the labels of the same rows, or rename the column if it means something else"
-        )
-    if has_ids:
-        raise InputError(
-            f"{labels}: expected the rows in the order of {source}, but {column} holds the same ids in another "
-            "order; sort one file by the ids of the other, because labels are joined by position"
-        )
+    cause = "in another order" if sorted(ids) == sorted(expected) else "of other rows"
     raise InputError(
-        f"{labels}: {source} has no ids, so its row numbers count, and {column} holds them in another order; "
-        "sort the labels by it, or, if they are in the order of the embeddings already, save them without it"
+        f"{labels}: expected the ids of {source}, but in row {row} {column} holds {ids[row]!r} and not "
+        f"{expected[row]!r}: ids {cause}. Labels are joined by position: sort them, or rename or leave out this column"
     )

@@ -23,11 +23,11 @@ from ega.data.relevance import (
     RelevanceSet,
     RelevanceSplit,
     queries_with_relevant,
-    ranking_metrics,
     split_by_document,
     split_by_query,
 )
 from ..data.threads import limit_threads
+from ..measure.ranking import ranking_metrics
 from ..measure.search import knn
 from ..method.adapters import transform
 from ..pairs import PAIR_CANDIDATES, PairConfig, fit_pair_path, select_pair_adapter

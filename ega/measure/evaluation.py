@@ -20,7 +20,6 @@ import pandas as pd
 from ega.data.arrays import (
     InputError,
     as_unit_rows,
-    check_and_normalize,
     check_feature_names,
     check_index,
     check_labels,
@@ -422,7 +421,7 @@ def evaluate(
         raise InputError(f"expected 0 < confidence < 1 and max_queries > 0, got {confidence} and {max_queries}")
     check_feature_names(estimator, X, reset=False)
     check_index(X, y)
-    x = check_and_normalize(X, estimator.n_features_in_)
+    x = as_unit_rows(X, "X", dim=estimator.n_features_in_)
     labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
     return evaluate_embeddings(
         x,

@@ -10,7 +10,7 @@ import torch
 
 from ega import EmbeddingSet, InputError, PairAdapter
 from ega.data.arrays import normalize
-from ega.data.relevance import RelevanceSet, ranking_metrics, read_relevance_set
+from ega.data.relevance import RelevanceSet, read_relevance_set
 from ega.experiments.pairs import (
     DENSE_HEAD,
     ESTIMATES,
@@ -29,6 +29,7 @@ from ega.experiments.pairs import (
     nudge,
     train_in_batch,
 )
+from ega.measure.ranking import ranking_metrics
 
 
 def planted(n_documents=40, queries_each=2, d=12, seed=0):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ega.data.relevance import ranking_metrics, read_relevance_set, split_by_query
+from ega.data.relevance import read_relevance_set, split_by_query
+from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 from ega.pairs import PairAdapter
 

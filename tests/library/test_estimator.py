@@ -32,7 +32,7 @@ from test_selection import world
 import ega
 from ega import estimator
 from ega.cli import main
-from ega.data.arrays import InputError, check_and_normalize, normalize
+from ega.data.arrays import InputError, as_unit_rows, normalize
 from ega.data.files import hash_arrays
 from ega.data.packs import EmbeddingSet, write_pack
 from ega.data.vectors import open_vectors, read_embeddings, read_labels
@@ -132,7 +132,7 @@ def named(x, prefix="dim"):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 @pytest.mark.parametrize("name", ("x", "x.safetensors"))
 def test_save_refuses_a_folder_that_takes_no_files(fitted, name):
-    with pytest.raises(InputError, match="cannot be written, because no file can be made there"):
+    with pytest.raises(InputError, match="cannot be written"):
         fitted[0].save(f"/proc/{name}")
 
 
@@ -403,7 +403,7 @@ def test_frozen_returns_the_embeddings():
 def test_fitted_adapter_has_the_selected_strength(fitted):
     _, x, y = fitted
     e = EmbeddingAdapter(candidates=("wccn",), strengths=(0.5,)).fit(x, y)
-    full = fit_adapter(e.selection_.config, check_and_normalize(x), y, device="cpu")
+    full = fit_adapter(e.selection_.config, as_unit_rows(x), y, device="cpu")
     half = adapter_fingerprint(scale_residual(full, 0.5))
     assert (e.selection_.method, e.selection_.strength) == ("wccn", 0.5)
     assert e.fingerprint_ == adapter_fingerprint(e.adapter_) == half != adapter_fingerprint(full)
@@ -449,14 +449,14 @@ def few_steps(method="affine_nca"):
 def test_rows_are_checked_and_hashed_in_blocks_as_a_whole(many_rows):
     x, y = many_rows
     e = EmbeddingAdapter(few_steps(), max_unseen_loss=None).fit(x, y)
-    unit = check_and_normalize(x)
+    unit = as_unit_rows(x)
     assert e.data_fingerprint_ == hash_arrays(unit, y)
     assert np.array_equal(e.fit_row_hashes_, np.unique(hash_rows(unit[y >= 0])))
     assert np.array_equal(e.transform(x), transform(e.adapter_, unit))
     bad = x.copy()
     bad[2**14 + 5] = np.nan
     for call in (lambda: e.transform(bad), lambda: EmbeddingAdapter().fit(bad, y)):
-        with pytest.raises(InputError, match=r"X\[16384:32768\] has NaN or inf in 1 of 16384 rows, first in row 5;"):
+        with pytest.raises(InputError, match="row 16389"):
             call()
 
 
@@ -471,7 +471,7 @@ def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path
     ]
     assert made[0].selection_.strength == (strength or 0.5)
     assert len({e.fingerprint_ for e in made}) == len({e.data_fingerprint_ for e in made}) == 1
-    unit, known, numbers = check_and_normalize(x), y >= 0, estimator._number_by_first_occurrence(y)
+    unit, known, numbers = as_unit_rows(x), y >= 0, estimator._number_by_first_occurrence(y)
     whole = fit_adapter(few_steps()[1], unit[known], numbers[known], strength=strength or 0.5, device="cpu")
     assert np.allclose(made[0].transform(x), transform(whole, unit), atol=1e-5)
 
@@ -480,7 +480,7 @@ def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path
 @pytest.mark.parametrize("method", ["linear_supcon", "lda"])
 def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, method):
     _, x, y = fitted
-    given = check_and_normalize(x)
+    given = as_unit_rows(x)
     kept = given.copy()
     given.flags.writeable = False
     EmbeddingAdapter(method, max_unseen_loss=None).fit(given, y).transform(given)
@@ -490,7 +490,7 @@ def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, met
 def test_the_selection_is_that_of_all_rows(many_rows):
     x, y = many_rows
     e = EmbeddingAdapter("wccn", random_state=3).fit(x, y)
-    alone = select_adapter(check_and_normalize(x), estimator._number_by_first_occurrence(y), ["wccn"], random_state=3)
+    alone = select_adapter(as_unit_rows(x), estimator._number_by_first_occurrence(y), ["wccn"], random_state=3)
     drop = dict(columns="seconds")
     pd.testing.assert_frame_equal(e.selection_.table.drop(**drop), alone.table.drop(**drop))
 
@@ -785,11 +785,11 @@ def test_unusable_files_are_named(files, tmp_path):
     for call, words in (
         (lambda: read_embeddings(tmp_path / "no.npz"), "no such file"),
         (lambda: read_embeddings(tmp_path / "bad.npz"), "cannot be read"),
-        (lambda: read_embeddings(files / "x.npz", "z"), "expected a matrix 'z'"),
-        (lambda: read_embeddings(files / "y.csv"), "expected embeddings in .npy"),
+        (lambda: read_embeddings(files / "x.npz", "z"), "expected one matrix"),
+        (lambda: read_embeddings(files / "y.csv"), "expected embeddings"),
         (lambda: read_labels(tmp_path / "bad.csv"), "cannot be read"),
         (lambda: read_labels(tmp_path / "two.csv"), "--label-column"),
-        (lambda: open_vectors(files / "x.npy", 5), "5 columns"),
+        (lambda: open_vectors(files / "x.npy", 5), r"\(n, 5\)"),
     ):
         with pytest.raises(InputError, match=words):
             call()
@@ -909,7 +909,7 @@ def test_integer_columns_in_another_order_are_refused(fitted, tmp_path):
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
     e.save(tmp_path / "a")
     for again in (e, EmbeddingAdapter.load(tmp_path / "a")):
-        with pytest.raises(InputError, match="columns of X must be in the order of fit, got .11, 10"):
+        with pytest.raises(InputError, match="columns of X must be in the order of fit"):
             again.transform(frame[frame.columns[::-1]])
         for other in (frame, x, frame.set_axis(range(1, 13), axis=1)):
             assert np.array_equal(again.transform(other), e.transform(x))
@@ -1059,7 +1059,7 @@ def test_a_transposed_matrix_is_named():
     for labels in (y, y.tolist(), torch.as_tensor(y), pd.Series(y)):
         with pytest.raises(InputError, match="X has 384 rows and y has 1,000 labels, as many.*is X transposed"):
             EmbeddingAdapter().fit(x.T, labels)
-    with pytest.raises(InputError, match="384 rows, 999 labels"):
+    with pytest.raises(InputError, match="one label per row"):
         EmbeddingAdapter().fit(x.T, y[:-1])
 
 

@@ -10,7 +10,7 @@ import torch
 from ega import EmbeddingAdapter, InputError, evaluate
 from ega import pairs as module
 from ega.data.arrays import normalize
-from ega.data.relevance import ranking_metrics
+from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 from ega.method.adapters import transform
 from ega.method.config import TrainConfig

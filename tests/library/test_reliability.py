@@ -759,7 +759,7 @@ MILLION = """
 import sys, numpy as np, torch
 from pathlib import Path
 from ega.method.adapters import LinearAdapter
-from ega.data.arrays import peak_memory_mb
+from ega.testing import peak_memory_mb
 from ega.deploy.transform import transform_file
 from throughput import _write_synthetic
 folder, n = Path(sys.argv[1]), int(sys.argv[2])

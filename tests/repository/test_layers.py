@@ -29,6 +29,7 @@ LIBRARY = [
         "deploy.stores",
         "deploy.wrappers",
         "deploy.monitor",
+        "measure.ranking",
     },
     {"estimator", "gain"},
     {"pairs"},
