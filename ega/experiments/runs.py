@@ -29,7 +29,7 @@ import torch
 import ega
 from ..data.arrays import InputError, check_number, normalize, spawn_rngs
 from ..data.packs import row_split
-from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
+from .protocols import build_split, evaluate_neighbours, get_benchmark, get_protocol, load_embedding_sets
 from ..measure.evaluation import label_hits
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..measure.search import Neighbours, ivf_sweep, knn, loo_knn
@@ -118,8 +118,7 @@ def build_config(
     "The configuration of a method on a benchmark."
     method_name, *settings = method.split()
     get_benchmark(benchmark)  # raises InputError for an unknown key
-    if protocol not in PROTOCOLS:
-        raise InputError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+    get_protocol(protocol)
     m = METHODS[check_method(method_name)]
     adapter = m.adapter
     if adapter.hidden:
@@ -159,7 +158,7 @@ _PreparedRun = namedtuple("_PreparedRun", "es unseen split protocol adapt histor
 def _load_and_split(config, packs):
     "Load the packs of a run and split their rows."
     es, unseen = load_embedding_sets(config, packs)
-    protocol = PROTOCOLS[config.protocol]
+    protocol = get_protocol(config.protocol)
     if not protocol.normalized:
         raise InputError(
             f"the protocol {config.protocol} searches rows of the lengths the encoder gave them, "
@@ -493,7 +492,7 @@ def evaluate_candidates(
         epochs, strengths = (config.epoch,), (config.strength,)
     elif config.method == "frozen":
         strengths = (0.0,)
-    is_choice = PROTOCOLS[config.protocol].held_out
+    is_choice = get_protocol(config.protocol).held_out
     for training, z in _adapted_at_epochs(config, data, rows, epochs, checkpoint, device):
         if training["epoch"] not in epochs:  # the start of a training
             continue
