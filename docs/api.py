@@ -132,9 +132,7 @@ TASKS = {
         "data.arrays.normalize",
         "data.vectors.check_same_order",
     ),
-    "Select and fit an adapter": (
-        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "selection.select_adapter", "method.methods.fit_adapter"),
-    ),
+    "Select and fit an adapter": (*("estimator.EmbeddingAdapter", "gain.estimate_gain", "method.methods.fit_adapter"),),
     "Adapters and closed forms": (
         *(
             f"method.adapters.{name}"
@@ -158,7 +156,7 @@ TASKS = {
     ),
     "Queries and documents": (
         *(f"data.relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
-        *(f"pairs.{name}" for name in ("evaluate_pairs", "select_pair_adapter")),
+        *(f"pairs.{name}" for name in ("PairAdapter", "evaluate_pairs")),
         *(f"data.relevance.{name}" for name in ("split_by_query", "split_by_document", "evaluate_ranking")),
     ),
     "Other libraries": (

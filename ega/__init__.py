@@ -9,6 +9,7 @@ __all__ = [
     "EmbeddingSet",
     "InputError",
     "Monitor",
+    "PairAdapter",
     "estimate_gain",
     "evaluate",
     "normalize",
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # editors and type checkers see the names; nothing is importe
     from .estimator import EmbeddingAdapter
     from .measure.evaluation import evaluate
     from .gain import estimate_gain
+    from .pairs import PairAdapter
     from .deploy.index import AdaptedIndex
     from .deploy.monitor import Monitor
     from .data.packs import EmbeddingSet, read_pack, write_pack
@@ -31,6 +33,7 @@ _MODULE_OF = {
     "EmbeddingSet": "data.packs",
     "InputError": "data.arrays",
     "Monitor": "deploy.monitor",
+    "PairAdapter": "pairs",
     "estimate_gain": "gain",
     "evaluate": "measure.evaluation",
     "normalize": "data.arrays",

@@ -426,9 +426,9 @@ def _describe_pack(path):
 
 def _describe_adapter(path):
     "What an adapter of `ega fit` is, as a dictionary."
-    from ega.estimator import EmbeddingAdapter
+    from ega.pairs import load_estimator
 
-    adapter = EmbeddingAdapter.load(path)
+    adapter = load_estimator(path)
     selection = adapter.selection_
     fitted_on = {"rows": len(adapter.fit_row_hashes_)}
     if hasattr(adapter, "classes_"):
@@ -656,13 +656,11 @@ def _wrap(text, **options):
     return textwrap.fill(text, max(20, min(80, shutil.get_terminal_size().columns)), break_on_hyphens=False, **options)
 
 
-def _new_estimator(args, method):
-    "Make an EmbeddingAdapter with the settings of the command."
-    from ega.estimator import EmbeddingAdapter
-
+def _new_estimator(args, estimator_class, what):
+    "Make an EmbeddingAdapter for a method, or a PairAdapter for a side, with the settings of the command."
     given = {name: getattr(args, name) for name in ("unseen_share", "confidence", "n_jobs")}
-    return EmbeddingAdapter(
-        method,
+    return estimator_class(
+        what,
         max_unseen_loss=args.max_unseen_loss,
         **{name: value for name, value in given.items() if value is not None},
         random_state=args.seed,
@@ -683,7 +681,9 @@ def _fit_labels(args):
             f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {len(classes):,} class{'es' * (len(classes) != 1)}",
             flush=True,
         )
-    return _new_estimator(args, args.method).fit(x, y, unlabelled=args.unlabelled)
+    from ega.estimator import EmbeddingAdapter
+
+    return _new_estimator(args, EmbeddingAdapter, args.method).fit(x, y, unlabelled=args.unlabelled)
 
 
 def _fit_pairs(args):
@@ -692,7 +692,9 @@ def _fit_pairs(args):
     if not args.json:
         asked = len(set(pairs[:, 0].tolist()))
         print(f"{asked:,} queries, {len(documents):,} documents, {len(pairs):,} pairs", flush=True)
-    return _new_estimator(args, "auto").fit_pairs(queries, documents, pairs, side=args.side or "auto")
+    from ega.pairs import PairAdapter
+
+    return _new_estimator(args, PairAdapter, args.side or "auto").fit(queries, documents, pairs)
 
 
 def _fit(args):
@@ -702,11 +704,12 @@ def _fit(args):
     if _show_progress(args):
         print(f"loading torch and reading {args.source}", file=sys.stderr)
     adapter = _fit_labels(args) if args.pairs is None else _fit_pairs(args)
+    statistics = getattr(adapter, "statistics_", None)  # an adapter of pairs has none
     with defer_sigint():  # Ctrl-C leaves all files or none
-        adapter.save(args.out, statistics=args.keep_statistics and adapter.statistics_ is not None)
+        adapter.save(args.out, statistics=args.keep_statistics and statistics is not None)
         args.interrupted = f"{args.out} was written"
     selection = adapter.selection_
-    if args.keep_statistics and adapter.statistics_ is None:
+    if args.keep_statistics and statistics is None:
         text = f"{selection.method} at strength {selection.strength:g} is not fitted from class statistics, so none "
         print(_wrap(f"{text}were written: `ega update` cannot change {args.out}"), file=sys.stderr)
     if args.json:
@@ -811,9 +814,10 @@ def _describe_update(present, adapter, estimate):
 def _update(args):
     "Add rows to an adapter or remove them, and save it."
     from ega.data.arrays import InputError, defer_sigint
-    from ega.estimator import EmbeddingAdapter, estimate_update
+    from ega.estimator import estimate_update
+    from ega.pairs import load_estimator
 
-    adapter = EmbeddingAdapter.load(args.adapter).set_params(device=args.device)
+    adapter = load_estimator(args.adapter).set_params(device=args.device)
     if not hasattr(adapter, "classes_"):
         raise InputError(f"{args.adapter}: this adapter was fitted on pairs; fit it again with all pairs")
     x, y = _read_inputs(args, adapter.classes_)
@@ -933,9 +937,9 @@ def _evaluate_labels(args, adapter):
 def _load_adapter(args):
     "Load an adapter to evaluate: one that was fitted on pairs if --pairs is given, else on labels."
     from ega.data.arrays import InputError
-    from ega.estimator import EmbeddingAdapter
+    from ega.pairs import load_estimator
 
-    adapter = EmbeddingAdapter.load(args.adapter)
+    adapter = load_estimator(args.adapter)
     if hasattr(adapter, "classes_") != (args.pairs is None):
         kind, advice = ("labels", "leave out --pairs") if hasattr(adapter, "classes_") else ("pairs", "add --pairs")
         raise InputError(f"{args.adapter}: this adapter was fitted on {kind}; {advice}")

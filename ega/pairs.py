@@ -5,19 +5,24 @@
 # %% auto #0
 __all__ = ['SIDES', 'PAIR_CANDIDATES', 'MAX_DOCUMENTS', 'PairWhitening', 'check_relevant_pairs', 'whiten_pairs', 'PairConfig',
            'pair_candidates', 'check_negatives', 'find_negatives', 'PairPath', 'fit_pair_path', 'PairFold',
-           'pair_folds', 'compare_pairs_on_fold', 'select_pair_adapter', 'evaluate_pairs', 'find_pair_examples',
-           'pairs_summary']
+           'pair_folds', 'compare_pairs_on_fold', 'select_pair_adapter', 'PairAdapter', 'load_estimator',
+           'evaluate_pairs', 'find_pair_examples', 'pairs_summary']
 
 # %% ../nbs/adapt/03_pairs.ipynb #7b0564cd
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from sklearn.utils._param_validation import StrOptions
+from sklearn.utils.validation import check_is_fitted
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
@@ -25,18 +30,19 @@ from torch.utils.checkpoint import checkpoint
 from ega.data.arrays import (
     InputError,
     as_unit_rows,
-    check_generator,
+    check_feature_names,
     check_labels,
     check_matrix,
-    check_number,
     check_positive_int,
     normalize,
     pick_device,
     short_repr,
     spawn_rngs,
 )
+from .data.files import hash_arrays
 from .data.relevance import check_pairs, queries_with_relevant, ranking_metrics
 from .data.threads import limit_threads
+from .estimator import EmbeddingAdapter, _hash_rows_and_labels, _joint_fingerprint, _SavedAdapter, _weights_path
 from .measure.evaluation import change_in_words, hash_rows
 from .measure.search import knn
 from .measure.statistics import bootstrap
@@ -51,11 +57,8 @@ from ega.selection import (
     FitProgress,
     FoldComparison,
     Selection,
-    build_selection,
-    check_progress,
-    check_settings,
-    compare_on_folds,
-    score_candidates,
+    _frozen_selection,
+    select,
 )
 
 # %% ../nbs/adapt/03_pairs.ipynb #dd2f360e
@@ -83,18 +86,6 @@ class PairWhitening(NamedTuple):
     document_mean: np.ndarray  # (d,) float32, subtracted from documents
 
 
-def _check_sides(queries, documents):
-    "Check that queries and documents are matrices of numbers with the same columns; their rows are checked later."
-    queries = check_matrix(queries, name="queries")
-    documents = check_matrix(documents, name="documents")
-    if queries.shape[1] != documents.shape[1]:
-        raise InputError(
-            f"queries and documents must have the same columns, got {queries.shape[1]} and {documents.shape[1]}; "
-            "embed both with one encoder"
-        )
-    return queries, documents
-
-
 def check_relevant_pairs(
     pairs: Any,  # value to check
     n_queries: int,
@@ -115,9 +106,7 @@ def whiten_pairs(
     shrinkage: float = 0.5,  # of the covariance, in (0, 1]; 1 only centres the embeddings
 ) -> PairWhitening:
     "Fit the whitening of the differences between queries and their documents."
-    check_number(shrinkage, "shrinkage", above=0, maximum=1)
-    queries, documents = _check_sides(queries, documents)
-    query, document, weight = _weighted_pairs(check_relevant_pairs(pairs, len(queries), len(documents)))
+    query, document, weight = _weighted_pairs(check_pairs(pairs, len(queries), len(documents)))
     weight = weight / weight.sum()
     q, d = as_unit_rows(queries[query]).astype(np.float64), as_unit_rows(documents[document]).astype(np.float64)
     query_mean, document_mean = weight @ q, weight @ d
@@ -144,31 +133,6 @@ class PairConfig:
     train: TrainConfig | None = None  # None: nothing is trained
     seed: int = 0  # of the order of the queries
 
-    def __post_init__(self):
-        _check_side(self.side)
-        check_number(self.tau, "PairConfig.tau", above=0)
-        check_positive_int(self.seed, "PairConfig.seed", minimum=0)
-        if (self.shrinkage is None) != (self.side in ("query", "document")):
-            raise InputError(
-                f"PairConfig.shrinkage must be given for the sides both and two alone, got {self.shrinkage!r} for side "
-                f"{self.side!r}"
-            )
-        if self.shrinkage is not None:
-            check_number(self.shrinkage, "PairConfig.shrinkage", above=0, maximum=1)
-        if self.train is not None and not isinstance(self.train, TrainConfig):
-            raise InputError(f"PairConfig.train must be a TrainConfig or None, got {short_repr(self.train)}")
-        if (self.train is None) != (self.side == "both"):
-            raise InputError(f"PairConfig.train must be None for side 'both' alone, got side {self.side!r}")
-        if self.train is not None and self.train.steps_per_epoch is not None:
-            raise InputError("PairConfig.train must not set steps_per_epoch, because an epoch is one pass over queries")
-
-
-def _check_side(side, others=()):
-    "Raise `InputError` for a side that there is not."
-    allowed = (*others, *SIDES)
-    if not isinstance(side, str) or side not in allowed:
-        raise InputError(f"side must be one of {', '.join(allowed)}, got {short_repr(side)}")
-
 
 PAIR_CANDIDATES = {  # name: the side, and the shrinkage of its whitening
     "query": PairConfig("query", train=_TRAIN),
@@ -186,7 +150,6 @@ def pair_candidates(
     seed: int = 0,
 ) -> dict[str, PairConfig]:
     "Return the configurations that are compared for a side, by name."
-    _check_side(side, ("auto",))
     sides = ("query", "both", "two") if side == "auto" else (side,)
     return {name: replace(c, seed=seed) for name, c in PAIR_CANDIDATES.items() if c.side in sides}
 
@@ -444,9 +407,6 @@ def fit_pair_path(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> PairPath:
     "Fit a configuration on pairs and return the adapters of both sides at all strengths."
-    if not isinstance(config, PairConfig):
-        raise InputError(f"config must be a PairConfig, got {short_repr(config)}; see ega.pairs.PAIR_CANDIDATES")
-    queries, documents = _check_sides(queries, documents)
     pairs, device = check_pairs(pairs, len(queries), len(documents)), pick_device(device)
     negatives = check_negatives(negatives, len(queries), len(documents))
     d = queries.shape[1]
@@ -498,7 +458,6 @@ def pair_folds(
     max_queries: int = 1000,  # in a fold, drawn at random
 ) -> list[PairFold]:  # n_folds for new documents, then up to n_folds for known ones
     "Divide the queries into parts; hold each part out together with its relevant documents, and once without them."
-    check_generator(rng)
     rows, relevant = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0]
     if len(rows) < n_folds:
         raise InputError(f"{n_folds} folds need as many queries with a relevant document, got {len(rows)}; add pairs")
@@ -600,126 +559,33 @@ def _keep_documents(documents, pairs, groups, negatives, kept):
         negatives = np.column_stack([negatives[:, 0], position[negatives[:, 1]]])
     return as_unit_rows(documents[kept], "documents"), pairs, groups[kept], negatives
 
-# %% ../nbs/adapt/03_pairs.ipynb #87ad8746
-def _score_folds(comparisons, folds, clusters, candidates, settings, rng):
-    "Whether queries for known documents were measured, and the table of all candidates and strengths."
-    known, new = (np.concatenate([getattr(fold, part) for fold in folds]) for part in ("known", "new"))
-    has_known = len(np.unique(clusters[known])) >= MIN_CLASSES
-    changes = {}
-    for key in comparisons[0].changes:
-        parts = [np.concatenate(part) for part in zip(*(c.changes[key] for c in comparisons))]
-        changes[key] = tuple(parts) if has_known else (parts[1], parts[1])
-    return has_known, score_candidates(
-        changes,
-        (clusters[known if has_known else new], clusters[new]),
-        **settings,
-        rng=rng,
-        seconds={name: sum(c.seconds[name] for c in comparisons) for name in candidates},
-        seen_name="queries for known documents" if has_known else "queries for new documents",
-        unseen_name="queries for new documents",
-    )
-
 # %% ../nbs/adapt/03_pairs.ipynb #db95d44b
 def select_pair_adapter(
-    queries: np.ndarray,
-    documents: np.ndarray,
-    pairs: np.ndarray,
-    candidates: dict[str, PairConfig] | None = None,
+    queries: np.ndarray,  # (nq, d) embeddings
+    documents: np.ndarray,  # (nd, d) embeddings of the same encoder
+    pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade
+    candidates: dict[str, PairConfig] | None = None,  # by default `pair_candidates("auto")`
     *,
-    groups: np.ndarray | None = None,
-    negatives: Any = None,
-    max_unseen_loss: float = 1.0,
-    unseen_share: float = 0.5,
-    confidence: float = 0.95,
-    strengths: Sequence[float] = STRENGTHS,
-    n_folds: int = 4,
-    random_state: int = 0,
-    n_jobs: int | None = None,
-    device: "torch.device | str | None" = None,
+    groups: np.ndarray | None = None,  # (nd,) group of each document; those of one group are held out together
+    negatives: Any = None,  # as in `fit_pair_path`
+    max_unseen_loss: float = 1.0,  # points of nDCG@10 that queries for new documents may lose
+    unseen_share: float = 0.5,  # share of the queries that is expected to ask for new documents
+    confidence: float = 0.95,  # of the one-sided lower bounds, for one candidate and strength named in advance
+    strengths: Sequence[float] = STRENGTHS,  # 1 is the fitted candidate; for side "two" 0 is its whitening
+    n_folds: int = 4,  # parts of the queries, each held out twice
+    random_state: int = 0,  # seed of the folds, the training and the bootstrap
+    n_jobs: int | None = None,  # folds at a time; any number gives the same result
+    device: "torch.device | str | None" = None,  # None: CUDA when there is one
     progress: "FitProgress | None" = None,
-) -> Selection:
+) -> Selection:  # seen stands for queries for known documents, unseen for queries for new ones
     """Select an adapter for queries and documents, and its strength, by leaving queries and documents out.
 
-    Each query is held out once together with the documents that are relevant to it, and once alone. Every candidate
-    is fitted on the remaining pairs and compared with the frozen embeddings: on queries for new documents, those that
-    were held out, and on queries for known documents, those that the remaining pairs name. Among the candidates that
-    lose at most `max_unseen_loss` points of nDCG@10 on new documents, the one with the largest gain is selected; the
-    frozen embeddings if there is none.
-
-    Parameters
-    ----------
-    queries, documents : ndarray of shape (n_queries, d), ndarray of shape (n_documents, d)
-        Embeddings of one encoder.
-    pairs : ndarray of shape (m, 2) or (m, 3), int
-        Query row, document row and grade (1 where there is no third column).
-    candidates : dict of str to PairConfig, optional
-        Configurations by name. The default is ``pair_candidates("auto")``, whose names are the side and the shrinkage
-        of the whitening, such as "two 0.5".
-    groups : ndarray of shape (n_documents,), int, optional
-        Group of each document, such as its source or its cluster; documents of one group are held out together.
-    negatives : int or ndarray of shape (p, 2), optional
-        What a query is compared with in training: that many documents nearest to it, or the documents that pairs
-        of query row and document row name. By default all documents.
-    max_unseen_loss : float, default=1.0
-        Points of nDCG@10 that queries for new documents may lose, at least 0.
-    unseen_share : float, default=0.5
-        Share of the queries that is expected to ask for new documents, in [0, 1].
-    confidence : float, default=0.95
-        Confidence of the one-sided lower bounds, in [0.5, 1), for one candidate and strength named in advance.
-    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
-        Strengths in [0, 1] at which each candidate is compared; for side "two" 0 is its whitening.
-    n_folds : int, default=4
-        Number of parts of the queries, each held out twice.
-    random_state : int, default=0
-        Seed of the folds, the training and the bootstrap.
-    n_jobs : int or None, default=None
-        Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores.
-    device : torch.device, str or None, default=None
-        Where to train and transform. None: CUDA when there is one, else the CPU.
-    progress : FitProgress, optional
-        The bar to draw, opened by ``with FitProgress() as progress:``.
-
-    Returns
-    -------
-    Selection
-        The selected `method` and `strength`, a `reason`, and the `table` of all candidates. In the columns of the
-        table, seen stands for queries for known documents and unseen for queries for new documents; `n_classes` counts
-        the groups of documents that answer a query.
-
-    Raises
-    ------
-    InputError
-        If an argument is out of range or no pair is left for training when documents are held out.
-
-    See Also
-    --------
-    ega.EmbeddingAdapter.fit_pairs : Selects, then fits the selected candidate on all pairs.
-
-    Notes
-    -----
-    All documents that a pair names and at most 20,000 others are searched. If fewer than 10 groups of documents have
-    queries for known documents, as where each document has one query, the gain is that on new documents alone.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from ega.pairs import select_pair_adapter
-    >>> rng = np.random.default_rng(0)
-    >>> noise = np.r_[np.full(4, 2.0), np.full(12, 0.1)]
-    >>> documents = rng.normal(size=(60, 16))
-    >>> queries = documents[np.arange(120) % 60] + rng.normal(size=(120, 16)) * noise
-    >>> pairs = np.column_stack([np.arange(120), np.arange(120) % 60])
-    >>> selection = select_pair_adapter(queries, documents, pairs)
-    >>> selection.frozen
-    False
+    Each query is held out once together with its relevant documents, and once alone. Every candidate is fitted on the
+    remaining pairs and compared with the frozen embeddings on queries for new documents, those that were held out, and
+    for known ones. All documents that a pair names and at most 20,000 others are searched. With fewer than 10 groups
+    of documents that known queries ask for, as where each document has one query, new documents alone count.
     """
-    check_positive_int(random_state, "random_state", minimum=0)
     candidates = pair_candidates("auto", seed=random_state) if candidates is None else candidates
-    if not isinstance(candidates, dict) or not all(isinstance(c, PairConfig) for c in candidates.values()):
-        raise InputError(f"candidates must be a dictionary of PairConfig, got {short_repr(candidates)}")
-    queries, documents = _check_sides(queries, documents)
-    settings = dict(max_unseen_loss=max_unseen_loss, unseen_share=unseen_share, confidence=confidence)
-    check_settings(**settings, candidates=list(candidates), strengths=strengths, n_folds=n_folds, n_jobs=n_jobs)
     pairs, rngs = check_pairs(pairs, len(queries), len(documents)), spawn_rngs(random_state)
     negatives = check_negatives(negatives, len(queries), len(documents))
     groups = np.arange(len(documents)) if groups is None else check_labels(groups, len(documents), "groups")
@@ -727,30 +593,245 @@ def select_pair_adapter(
     needed = max(MIN_CLASSES, 2 * n_folds)
     if n_clusters < needed:
         reason = f"too few queries with documents of their own: {n_clusters}, and {needed} are needed"
-        empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
-        return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_clusters)
+        return _frozen_selection(reason, max_unseen_loss, confidence, n_clusters)
     kept = _compared_documents(pairs, negatives, len(documents), rngs.split)
     documents, pairs, groups, negatives = _keep_documents(documents, pairs, groups, negatives, kept)
-    folds = pair_folds(pairs, groups, rngs.split, n_folds=n_folds)
-    progress = check_progress(progress)
-    progress.add_steps(len(folds) * len(candidates))
-    compare = partial(
-        compare_pairs_on_fold,
-        as_unit_rows(queries, "queries"),
-        documents,
-        pairs,
-        candidates=candidates,
-        strengths=strengths,
-        negatives=negatives,
-        device=device,
+    folds, clusters = pair_folds(pairs, groups, rngs.split, n_folds=n_folds), _clusters(pairs, groups)
+    options = dict(candidates=candidates, strengths=strengths, negatives=negatives, device=device)
+    return select(
+        candidates,
+        folds,
+        partial(compare_pairs_on_fold, as_unit_rows(queries, "queries"), documents, pairs, **options),
+        tuple(clusters[np.concatenate([getattr(fold, part) for fold in folds])] for part in ("known", "new")),
+        max_unseen_loss=max_unseen_loss,
+        unseen_share=unseen_share,
+        confidence=confidence,
+        n_classes=n_clusters,
+        rng=rngs.eval,
+        n_jobs=n_jobs,
+        progress=progress,
+        min_seen=MIN_CLASSES,
+        names=("queries for known documents", "queries for new documents"),
     )
-    with limit_threads():
-        comparisons = compare_on_folds(compare, folds, list(candidates), n_jobs=n_jobs, progress=progress)
-    progress.start("bootstrap over documents")
-    has_known, table = _score_folds(comparisons, folds, _clusters(pairs, groups), candidates, settings, rngs.eval)
-    note = "" if has_known else "; too few held-out queries ask for known documents, so these were not measured"
-    limits = dict(max_unseen_loss=max_unseen_loss, confidence=confidence)
-    return build_selection(table, comparisons, candidates, **limits, n_classes=n_clusters, note=note)
+
+# %% ../nbs/adapt/03_pairs.ipynb #pair-adapter
+class PairAdapter(_SavedAdapter):
+    """Adapt embeddings to pairs of a query and a document, with a limit on what new documents may lose.
+
+    `fit` holds each query out once together with the documents that are relevant to it, and once alone, so that
+    queries for new and for known documents are compared. It selects the candidate with the largest gain among those
+    whose queries for new documents lose at most `max_unseen_loss` points of nDCG@10, and fits it on all pairs. If none
+    passes, the embeddings are returned unchanged.
+
+    Parameters
+    ----------
+    side : {"auto", "query", "document", "both", "two"}, default="auto"
+        What may be adapted. "query": queries alone, so that an index stays as it is. "document": documents alone.
+        "both": one whitening for both, which trains nothing. "two": the whitening, and a trained matrix for the
+        queries after it. "auto" compares query, both and two.
+    max_unseen_loss : float or None, default=1.0
+        Points of nDCG@10 that queries for new documents may lose. None: fit `side` without comparison.
+    unseen_share : float, default=0.5
+        Share of the queries that is expected to ask for new documents: its weight in the gain.
+    confidence : float, default=0.95
+        Confidence of the one-sided bounds, for each candidate and strength by itself.
+    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
+        Strengths in [0, 1] that are compared: 1 is the fitted candidate; for "two" 0 is its whitening.
+    cv : int, default=4
+        Number of parts of the queries, each held out twice.
+    random_state : int, default=0
+        Seed of the folds, the training and the bootstrap.
+    n_jobs : int or None, default=None
+        Folds compared in parallel; -1 uses all cores. Any number gives the same result.
+    device : torch.device, str or None, default=None
+        Where to train and transform. None: CUDA when there is one, else the CPU.
+    verbose : bool, default=False
+        Show a progress bar.
+
+    Attributes
+    ----------
+    selection_ : Selection
+        Selected side and strength, the reason, and the table of all candidates, where seen stands for queries for
+        known documents and unseen for queries for new ones.
+    cv_results_, frozen_
+        As those of `EmbeddingAdapter`.
+    query_adapter_, document_adapter_ : torch.nn.Module
+        The fitted adapters, on the CPU.
+    n_features_in_, feature_names_in_
+        Number and names of the columns seen in `fit`.
+    fingerprint_, data_fingerprint_ : str
+        SHA-256 of the weights of both adapters; of the embeddings and pairs given to `fit`.
+    fit_row_hashes_, fit_document_hashes_ : ndarray of uint64
+        Hashes of the queries and of the documents in pairs, by which `evaluate_pairs` recognises them.
+
+    See Also
+    --------
+    ega.EmbeddingAdapter : The same for class labels.
+    ega.pairs.evaluate_pairs : The change against the frozen embeddings, with new documents apart.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from ega import PairAdapter
+    >>> rng = np.random.default_rng(0)
+    >>> noise = np.r_[np.full(4, 2.0), np.full(12, 0.1)]
+    >>> documents = rng.normal(size=(60, 16))
+    >>> queries = documents[np.arange(120) % 60] + rng.normal(size=(120, 16)) * noise
+    >>> pairs = np.column_stack([np.arange(120), np.arange(120) % 60])
+    >>> adapter = PairAdapter().fit(queries, documents, pairs)
+    >>> adapter.transform_queries(queries[:2]).shape, adapter.transform_documents(documents).shape
+    ((2, 16), (60, 16))
+    """
+
+    _adapters: ClassVar = {"queries": "query_adapter_", "documents": "document_adapter_"}
+    _hashes: ClassVar = {"fit_rows": "fit_row_hashes_", "fit_documents": "fit_document_hashes_"}
+    _config_class: ClassVar[type] = PairConfig
+    _parameter_constraints: ClassVar = _SavedAdapter._parameter_constraints | {"side": [StrOptions({"auto", *SIDES})]}
+
+    def __init__(
+        self,
+        side: str = "auto",
+        *,
+        max_unseen_loss: float | None = 1.0,
+        unseen_share: float = 0.5,
+        confidence: float = 0.95,
+        strengths: Sequence[float] = STRENGTHS,
+        cv: int = 4,
+        random_state: int = 0,
+        n_jobs: int | None = None,
+        device: "torch.device | str | None" = None,
+        verbose: bool = False,
+    ):
+        self.side = side
+        self.max_unseen_loss = max_unseen_loss
+        self.unseen_share = unseen_share
+        self.confidence = confidence
+        self.strengths = strengths
+        self.cv = cv
+        self.random_state = random_state
+        self.n_jobs = n_jobs
+        self.device = device
+        self.verbose = verbose
+
+    def fit(
+        self, queries: Any, documents: Any, pairs: Any, *, groups: "Sequence | None" = None, negatives: Any = None
+    ) -> "PairAdapter":
+        """Select a side and its strength, then fit it on all pairs.
+
+        Parameters
+        ----------
+        queries : array-like of shape (n_queries, d)
+            Embeddings of the queries: array, memory map, tensor or DataFrame.
+        documents : array-like of shape (n_documents, d)
+            Embeddings of all documents that are searched, from the same encoder. A memory map is read in blocks.
+        pairs : array-like of int of shape (m, 2) or (m, 3)
+            Query row, document row and grade (1 where there is no third column; 0: judged and not relevant).
+        groups : array-like of int of shape (n_documents,), optional
+            Group of each document, such as its source. Documents of one group are held out together.
+        negatives : int or array-like of shape (p, 2), optional
+            What a query is compared with in training: that many documents nearest to it, or the documents that
+            pairs of query row and document row name. By default all documents.
+
+        Returns
+        -------
+        PairAdapter
+            The estimator itself. A fit that fails leaves it as it was.
+        """
+        self._check_settings()
+        for name, value in (("negatives", negatives if self.side == "both" else None), ("groups", groups)):
+            if value is not None and (name == "negatives" or self.max_unseen_loss is None):
+                raise InputError(f"{name} has no effect with these settings, which train or compare nothing; omit it")
+        names = SimpleNamespace()
+        with limit_threads(), FitProgress(self.verbose) as progress:
+            progress.start("checking queries, documents and pairs")
+            progress.add_steps(1)  # the fit on all pairs
+            xq = check_matrix(queries, name="queries")
+            check_feature_names(names, queries, reset=True)
+            check_feature_names(names, documents, reset=False)
+            xd = check_matrix(documents, xq.shape[1], name="documents")
+            pairs = check_relevant_pairs(pairs, len(xq), len(xd))
+            hashes, data_fingerprint = _hash_pairs(xq, xd, pairs)
+            negatives = check_negatives(negatives, len(xq), len(xd))
+            selection = self._select(xq, xd, pairs, groups, negatives, progress)
+            if selection.frozen:
+                adapters: Any = [LinearAdapter(xq.shape[1]).eval() for _ in range(2)]
+            else:
+                progress.start(f"{selection.method} on all {len(pairs)} pairs")
+                options: dict[str, Any] = dict(negatives=negatives, device=self.device, on_epoch=progress.epoch)
+                adapters = fit_pair_path(selection.config, xq, xd, pairs, **options).at(selection.strength)
+            progress.finish()
+        return self._set_fitted(
+            **vars(names),
+            selection_=selection,
+            cv_results_=selection.cv_results,
+            frozen_=selection.frozen,
+            query_adapter_=adapters[0],
+            document_adapter_=adapters[1],
+            n_features_in_=xq.shape[1],
+            fingerprint_=_joint_fingerprint(adapters),
+            data_fingerprint_=data_fingerprint,
+            fit_row_hashes_=hashes[0],
+            fit_document_hashes_=hashes[1],
+        )
+
+    def _select(self, queries, documents, pairs, groups, negatives, progress):
+        "The Selection; without `max_unseen_loss` the first candidate of the side, at strength 1."
+        candidates = pair_candidates(self.side, seed=self.random_state)
+        if self.max_unseen_loss is None:
+            if self.side == "auto":
+                raise InputError("side='auto' needs a max_unseen_loss; set one, or name a side")
+            name, config = next(iter(candidates.items()))
+            reason, n = "fitted without comparison, because max_unseen_loss is None", len(queries_with_relevant(pairs))
+            return Selection(name, 1.0, reason, pd.DataFrame(), None, self.confidence, n, config)
+        return select_pair_adapter(
+            queries,
+            documents,
+            pairs,
+            candidates,
+            groups=groups,
+            negatives=negatives,
+            max_unseen_loss=self.max_unseen_loss,
+            unseen_share=self.unseen_share,
+            confidence=self.confidence,
+            strengths=self.strengths,
+            n_folds=self.cv,
+            random_state=self.random_state,
+            n_jobs=self.n_jobs,
+            device=self.device,
+            progress=progress,
+        )
+
+    def transform_queries(self, X: Any) -> Any:
+        "Adapt embeddings of queries, into the container they came in."
+        check_is_fitted(self)
+        return self._adapt(self.query_adapter_, X)
+
+    def transform_documents(self, X: Any) -> Any:
+        "Adapt embeddings of documents, into the container they came in."
+        check_is_fitted(self)
+        return self._adapt(self.document_adapter_, X)
+
+
+def _hash_pairs(queries, documents, pairs):
+    "Hashes of the queries and of the documents in pairs, and the SHA-256 of everything; checks every row."
+    found, digests, relevant = [], [hash_arrays(pairs)], pairs[pairs[:, 2] > 0]
+    for column, (name, x) in enumerate((("queries", queries), ("documents", documents))):
+        in_pairs = np.full(len(x), -1)
+        in_pairs[pairs[:, column]] = 0
+        digest, hashes = _hash_rows_and_labels(x, in_pairs, name)
+        found.append(hashes)
+        digests.append(digest)
+        if len(np.unique(hash_rows(as_unit_rows(x[np.unique(relevant[:, column])], name)))) < 2:
+            raise InputError(f"the relevant pairs must name two or more different {name}, got one; add pairs")
+    return found, hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def load_estimator(
+    path: "str | Path",  # what was given to `save`
+) -> "EmbeddingAdapter | PairAdapter":
+    "Read a saved estimator, of labels or of pairs."
+    is_pair = _weights_path(path).with_suffix(".queries.safetensors").is_file()
+    return PairAdapter.load(path) if is_pair else EmbeddingAdapter.load(path)
 
 # %% ../nbs/adapt/03_pairs.ipynb #25b4187a
 def _groups_of_queries(estimator, queries, documents, pairs):
@@ -771,9 +852,9 @@ def _groups_of_queries(estimator, queries, documents, pairs):
 
 
 def _check_evaluated(estimator, queries, documents, pairs):
-    "The checked arrays of an evaluation; `InputError` for an estimator that was not fitted with `fit_pairs`."
+    "The checked arrays of an evaluation; `InputError` for anything but a fitted PairAdapter."
     if not hasattr(estimator, "query_adapter_"):
-        raise InputError("estimator must be an EmbeddingAdapter fitted with fit_pairs; after fit use ega.evaluate")
+        raise InputError(f"estimator must be a fitted PairAdapter, got {type(estimator).__name__}; see ega.evaluate")
     xq = check_matrix(queries, estimator.n_features_in_, name="queries")
     xd = check_matrix(documents, estimator.n_features_in_, name="documents")
     return xq, xd, check_relevant_pairs(pairs, len(xq), len(xd))
@@ -815,8 +896,8 @@ def evaluate_pairs(
 
     Parameters
     ----------
-    estimator : EmbeddingAdapter
-        Fitted with `fit_pairs`.
+    estimator : PairAdapter
+        Fitted.
     queries, documents : array-like of shape (n_queries, d), array-like of shape (n_documents, d)
         Frozen embeddings; all documents are searched.
     pairs : array-like of int of shape (m, 2) or (m, 3)
@@ -831,35 +912,23 @@ def evaluate_pairs(
     Returns
     -------
     DataFrame
-        A row for each group of queries and measure (nDCG, MRR, recall, MAP and hit at k), with the columns `group`,
-        `measure`, `n_queries`, `frozen`, `adapted`, `change`, `low` and `high`, in points. The groups are ``all``
-        (queries that were not fitted on), ``known documents`` (a relevant document was in the fitted pairs),
+        A row for each group of queries and measure (nDCG, MRR, recall, MAP and hit at k), in points. The groups are
+        ``all`` (queries that were not fitted on), ``known documents`` (a relevant document was in the fitted pairs),
         ``new documents`` (none was) and ``fitted queries``.
-
-    Raises
-    ------
-    InputError
-        If the estimator was not fitted with `fit_pairs`, or the arrays are not as described.
-
-    See Also
-    --------
-    find_pair_examples : The queries that lose and gain most.
-    ega.evaluate : The same for class labels.
-    ega.data.relevance.evaluate_ranking : Ranking measures of one search.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from ega import EmbeddingAdapter
+    >>> from ega import PairAdapter
     >>> from ega.pairs import evaluate_pairs
     >>> documents = np.eye(12)
     >>> pairs = np.column_stack([np.arange(12), np.arange(12)])
-    >>> adapter = EmbeddingAdapter().fit_pairs(documents, documents, pairs[:8])
+    >>> adapter = PairAdapter().fit(documents, documents, pairs[:8])
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """
-    check_number(confidence, "confidence", above=0, below=1)
-    check_positive_int(random_state, "random_state", minimum=0)
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence must be between 0 and 1, got {short_repr(confidence)}")
     xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))
     rows, groups, frozen, adapted, _ = _measure_queries(estimator, xq, xd, pairs, k)
@@ -893,7 +962,7 @@ def _explain_loss(before, after, relevant, grades, k):
 
 
 def find_pair_examples(
-    estimator: Any,  # EmbeddingAdapter fitted with fit_pairs
+    estimator: Any,  # a fitted PairAdapter
     queries: np.ndarray,  # (nq, d)
     documents: np.ndarray,  # (nd, d)
     pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade

@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['CANDIDATES', 'STRENGTHS', 'Candidate', 'ClassFold', 'FoldComparison', 'MIN_CLASSES', 'MAX_ROWS', 'resolve_candidate',
            'leave_classes_out', 'FitProgress', 'compare_on_fold', 'compare_on_folds', 'score_candidates',
-           'pick_candidate', 'Selection', 'build_cv_results', 'check_settings', 'check_progress', 'compared_rows',
-           'build_selection', 'select_adapter']
+           'pick_candidate', 'Selection', 'build_cv_results', 'compared_rows', 'select', 'select_adapter']
 
 # %% ../nbs/adapt/01_selection.ipynb #074431df
 import threading
 import time
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,19 +21,7 @@ import pandas as pd
 import torch
 from joblib import Parallel, delayed, effective_n_jobs
 
-from ega.data.arrays import (
-    InputError,
-    check_embeddings,
-    check_generator,
-    check_labels,
-    check_number,
-    check_positive_int,
-    check_unit_norm,
-    linear,
-    pick_device,
-    short_repr,
-    spawn_rngs,
-)
+from .data.arrays import InputError, linear, pick_device, short_repr, spawn_rngs
 from .data.packs import row_split
 from .data.threads import limit_threads
 from .measure.evaluation import hash_rows, rows_with_classmate
@@ -89,9 +76,6 @@ def leave_classes_out(
     max_queries: int = 1000,  # of the fitted classes and of the held-out classes of a fold, drawn at random
 ) -> list[ClassFold]:
     "Divide the seen classes so that each is held out in one fold."
-    check_generator(rng)
-    n_folds = check_positive_int(n_folds, "n_folds", minimum=2)
-    y = check_labels(y, min_classes=n_folds)
     folds = []
     for held_out in np.array_split(rng.permutation(np.unique(y[y >= 0])), n_folds):
         is_held_out = np.isin(y, held_out)
@@ -425,64 +409,23 @@ def build_cv_results(
     results["unseen_change_bound_simultaneous"] = table.unseen_bound_simultaneous.to_numpy()
     return results | {"safety_check": table.safety_check.to_numpy(dtype=object), "rank": rank}
 
-# %% ../nbs/adapt/01_selection.ipynb #checked
-def check_settings(
-    *,
-    max_unseen_loss: Any,
-    unseen_share: Any,
-    confidence: Any,
-    candidates: Any,
-    strengths: Any,
-    n_folds: Any,
-    n_jobs: Any,
-) -> None:
-    "Raise `InputError` for a setting of `select_adapter` of another type or out of range."
-    check_number(max_unseen_loss, "max_unseen_loss (points of LP@1)", minimum=0)
-    check_number(unseen_share, "unseen_share (the share of queries expected from unseen classes)", minimum=0, maximum=1)
-    check_number(confidence, "confidence", minimum=0.5, below=1)
-    if isinstance(candidates, str):
-        raise InputError(f"candidates must be a list of methods, got {candidates!r}; write ({candidates!r},)")
-    if not isinstance(candidates, (list, tuple)) or not candidates:
-        raise InputError(
-            f"candidates must be a list of methods, got {short_repr(candidates)}; write such as ('wccn', 'lda')"
-        )
-    if not isinstance(strengths, (list, tuple, np.ndarray)) or not len(strengths):
-        raise InputError(
-            f"strengths must be a list of numbers in [0, 1], got {short_repr(strengths)}; use (1.0,) for full alone"
-        )
-    for strength in strengths:
-        check_number(strength, "each of strengths", minimum=0, maximum=1)
-    if len({float(strength) for strength in strengths}) < len(strengths):
-        raise InputError(f"strengths must be distinct, got {short_repr(list(strengths))}; leave out the repeated ones")
-    check_positive_int(n_folds, "n_folds", minimum=2)
-    if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, (int, np.integer)) or n_jobs == 0):
-        raise InputError(f"n_jobs must be None or an integer other than 0, got {short_repr(n_jobs)}; -1 uses all cores")
-
 # %% ../nbs/adapt/01_selection.ipynb #0ef39d0b
-def check_progress(
-    progress: Any,  # value to check
-) -> FitProgress:
-    "Return the given `FitProgress`, or for None one that shows nothing; `InputError` for another value."
-    if progress is not None and not isinstance(progress, FitProgress):
-        raise InputError(
-            f"progress must be a FitProgress or None, got {short_repr(progress)}; open one with "
-            "`with FitProgress() as progress:`"
-        )
-    return progress or FitProgress(show=False)
-
-
 def _resolve_candidates(candidates, random_state):
-    "All candidates but the frozen embeddings, which are always compared, with distinct names."
-    resolved = [
-        resolve_candidate(c, random_state=random_state) for c in candidates if not isinstance(c, str) or c != "frozen"
-    ]
+    "{name: configuration} of all candidates but the frozen embeddings, which are always compared."
+    named = [c for c in candidates if not isinstance(c, str) or c != "frozen"]
+    resolved = [resolve_candidate(c, random_state=random_state) for c in named]
     for candidate in resolved:
         if candidate.config.loss:
             check_loss(candidate.config.loss)  # before the first candidate is trained
-    counts = Counter(candidate.name for candidate in resolved)
-    if repeated := [name for name, count in counts.items() if count > 1 or name == "frozen"]:
-        raise InputError(f"candidates must have distinct names other than 'frozen', got {repeated[0]!r}; rename it")
-    return resolved
+    if len({c.name for c in resolved}) < len(resolved):
+        raise InputError("candidates must have distinct names; rename the repeated one")
+    return dict(resolved)
+
+
+def _frozen_selection(reason, max_unseen_loss, confidence, n_classes):
+    "The Selection where nothing can be compared."
+    empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
+    return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_classes)
 
 
 MAX_ROWS = 10_000  # labelled rows that take part in the comparison
@@ -501,18 +444,50 @@ def compared_rows(
         rows, _ = row_split(y, spawn_rngs(random_state).split, fractions=(share, 1 - share))
     return rows
 
-# %% ../nbs/adapt/01_selection.ipynb #ba6d0e13
-def build_selection(
-    table: pd.DataFrame,  # from score_candidates; gets a column capture_rate
-    comparisons: list[FoldComparison],
-    configs: dict,  # {name: configuration} of the candidates
+# %% ../nbs/adapt/01_selection.ipynb #select
+def select(
+    candidates: dict,  # {name: configuration}
+    folds: list,
+    compare: Callable[..., FoldComparison],  # function of (fold, progress=, label=)
+    clusters: "tuple[np.ndarray, np.ndarray]",  # of the seen and of the unseen queries of all folds
     *,
-    max_unseen_loss: float,
-    confidence: float,
-    n_classes: int,
-    note: str = "",  # put behind the reason
+    max_unseen_loss: float,  # points of LP@1 or nDCG@10
+    unseen_share: float,  # weight of the unseen change in the gain, in [0, 1]
+    confidence: float,  # of the one-sided bounds
+    n_classes: int,  # classes, or groups of documents, that were compared
+    rng: np.random.Generator,  # of the bootstrap over clusters
+    n_jobs: int | None = None,
+    progress: FitProgress | None = None,
+    min_seen: int = 0,  # with fewer clusters of seen queries the change on unseen queries stands for both
+    names: "tuple[str, str]" = ("seen classes", "held-out classes"),  # of both kinds of queries, in the reasons
 ) -> Selection:
-    "Add the capture rates to the table of candidates, and select the best of those that pass the safety check."
+    "Compare candidates on all folds, and select the best of those that pass the safety check."
+    progress, note = progress or FitProgress(show=False), ""
+    progress.add_steps(len(folds) * len(candidates))
+    with limit_threads():
+        comparisons = compare_on_folds(compare, folds, list(candidates), n_jobs=n_jobs, progress=progress)
+    progress.start("bootstrap")
+    changes = {}
+    for key in comparisons[0].changes:
+        seen, unseen = zip(*(c.changes[key] for c in comparisons))
+        changes[key] = (np.concatenate(seen), np.concatenate(unseen))
+    if not changes:
+        raise InputError("strengths must hold a number above 0, because the candidates have no closed form at 0; add 1")
+    if len(np.unique(clusters[0])) < min_seen:
+        note = f"; too few {names[0]}, so these were not measured"
+        changes = {key: (unseen, unseen) for key, (_, unseen) in changes.items()}
+        clusters, names = (clusters[1], clusters[1]), (names[1], names[1])
+    table = score_candidates(
+        changes,
+        clusters,
+        max_unseen_loss=max_unseen_loss,
+        unseen_share=unseen_share,
+        confidence=confidence,
+        rng=rng,
+        seconds={name: sum(c.seconds[name] for c in comparisons) for name in candidates},
+        seen_name=names[0],
+        unseen_name=names[1],
+    )
     captured = [np.concatenate([c.captured[m, s] for c in comparisons]) for m, s in zip(table.method, table.strength)]
     table.insert(table.columns.get_loc("safety_check"), "capture_rate", [100 * c.mean() for c in captured])
     best = pick_candidate(table)
@@ -520,185 +495,57 @@ def build_selection(
     if best.method == "frozen":
         reason = f"no candidate gains within max_unseen_loss={max_unseen_loss:g}"
     numbers = (max_unseen_loss, confidence, n_classes)
-    config, results = configs.get(best.method), build_cv_results(table, comparisons)
+    config, results = candidates.get(best.method), build_cv_results(table, comparisons)
     return Selection(best.method, float(best.strength), reason + note, table, *numbers, config, results)
-
-# %% ../nbs/adapt/01_selection.ipynb #select
-def _compare_and_select(
-    x, y, folds, candidates, *, max_unseen_loss, unseen_share, confidence, rng, n_classes, n_jobs, progress, **settings
-):
-    "Compare the candidates on all folds, apply the safety check and select."
-    progress.add_steps(len(folds) * len(candidates))
-    compare = partial(compare_on_fold, x, y, candidates=candidates, **settings)
-    names = [candidate.name for candidate in candidates]
-    comparisons = compare_on_folds(compare, folds, names, n_jobs=n_jobs, progress=progress)
-    progress.start("bootstrap over classes")
-    changes = {}
-    for key in comparisons[0].changes:
-        seen, unseen = zip(*(c.changes[key] for c in comparisons))
-        changes[key] = (np.concatenate(seen), np.concatenate(unseen))
-    if not changes:
-        raise InputError("strengths must hold a number above 0, because the candidates have no closed form at 0; add 1")
-    seen_rows = np.concatenate([f.seen_queries for f in folds])
-    unseen_rows = np.concatenate([f.unseen_queries for f in folds])
-    table = score_candidates(
-        changes,
-        (y[seen_rows], y[unseen_rows]),
-        max_unseen_loss=max_unseen_loss,
-        unseen_share=unseen_share,
-        confidence=confidence,
-        rng=rng,
-        seconds={name: sum(c.seconds[name] for c in comparisons) for name, _ in candidates},
-    )
-    configs = {c.name: c.config for c in candidates}
-    limits = dict(max_unseen_loss=max_unseen_loss, confidence=confidence)
-    return build_selection(table, comparisons, configs, **limits, n_classes=n_classes)
 
 # %% ../nbs/adapt/01_selection.ipynb #select-adapter
 def select_adapter(
-    x: np.ndarray,
-    y: np.ndarray,
-    candidates: Sequence = CANDIDATES,
+    x: np.ndarray,  # (n, d) unit embeddings
+    y: np.ndarray,  # (n,) int labels; rows labelled -1 are not used
+    candidates: Sequence = CANDIDATES,  # keys of METHODS, or (name, MethodConfig)
     *,
-    max_unseen_loss: float = 1.0,
-    unseen_share: float = 0.5,
-    confidence: float = 0.95,
-    strengths: Sequence[float] = STRENGTHS,
-    n_folds: int = 4,
-    max_rows: int = MAX_ROWS,
-    random_state: int = 0,
-    n_jobs: int | None = None,
-    device: "torch.device | str | None" = None,
+    max_unseen_loss: float = 1.0,  # points of LP@1 that held-out classes may lose
+    unseen_share: float = 0.5,  # share of the queries that is expected from unseen classes
+    confidence: float = 0.95,  # of the one-sided lower bounds, for one candidate and strength named in advance
+    strengths: Sequence[float] = STRENGTHS,  # 1 is the fitted method, 0 its closed form before training
+    n_folds: int = 4,  # parts of the classes, each held out once
+    max_rows: int = MAX_ROWS,  # labelled rows that take part; more are thinned within each class
+    random_state: int = 0,  # seed of the folds, the training and the bootstrap
+    n_jobs: int | None = None,  # folds at a time; any number gives the same result
+    device: "torch.device | str | None" = None,  # None: CUDA when there is one
     progress: "FitProgress | None" = None,
 ) -> Selection:
     """Select an adapter and its strength by leaving classes out.
 
-    Each seen class is held out once. Every candidate is fitted on the other classes and compared with
-    the frozen embeddings, at every strength, on queries of the fitted classes and of the held-out
-    classes, which are searched in one gallery of both. The gain is the mean of both changes, weighted by
-    `unseen_share`. Among the candidates whose held-out classes lose at most `max_unseen_loss` points of
-    LP@1 (label precision at 1: the share of queries whose nearest neighbour carries their label), the one
-    with the largest gain is selected; the frozen embeddings if there is none.
-
-    Parameters
-    ----------
-    x : ndarray of shape (n, d)
-        Embeddings of norm 1.
-    y : ndarray of shape (n,), int
-        Class labels. Rows labelled -1 are not used.
-    candidates : sequence of str or (str, MethodConfig), default=("affine_nca",)
-        Methods to compare: keys of `ega.method.config.METHODS`, or a name of your own with a configuration.
-    max_unseen_loss : float, default=1.0
-        Points of LP@1 that unseen classes may lose, at least 0.
-    unseen_share : float, default=0.5
-        Share of the queries that is expected from unseen classes, in [0, 1].
-    confidence : float, default=0.95
-        Confidence of the one-sided lower bounds, in [0.5, 1). See Notes for what it covers.
-    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
-        Strengths in [0, 1] at which each method is compared: 1 is the fitted method; 0 is its closed form
-        before training, or without one the frozen embeddings, which are compared in any case.
-    n_folds : int, default=4
-        Number of parts of the classes, each held out once.
-    max_rows : int, default=10000
-        Labelled rows that take part in the comparison. More are thinned within each class.
-    random_state : int, default=0
-        Seed of the folds, the training and the bootstrap.
-    n_jobs : int or None, default=None
-        Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores. Any number
-        gives the same result. None compares one fold after the other; large searches then use all threads
-        that are set, which can change the last digits of sums in float32.
-    device : torch.device, str or None, default=None
-        Where to train and search. None: CUDA when there is one, else the CPU.
-    progress : FitProgress, optional
-        The bar to draw, opened by ``with FitProgress() as progress:``.
-
-    Returns
-    -------
-    Selection
-        The selected `method` and `strength`, a `reason`, and the `table` of all candidates.
-
-    Raises
-    ------
-    InputError
-        If an argument is out of range or the rows of `x` are not of norm 1.
-
-    See Also
-    --------
-    ega.EmbeddingAdapter : Selects, then fits the selected method on all labelled rows.
-    leave_classes_out : The folds.
-    score_candidates : The bounds and the safety check.
-
-    Notes
-    -----
-    For one candidate and strength named in advance, `unseen_bound` is at most the true mean change on
-    unseen classes with probability about `confidence`, if these come from the same population as the
-    seen ones. It is a percentile of a bootstrap over classes, then queries; the fitted adapters are held
-    fixed. The selected candidate is the best of several, so its `unseen_bound` is optimistic;
-    `unseen_bound_simultaneous` covers all rows of the table at once (Westfall and Young, Resampling-Based
-    Multiple Testing, 1993), but is not used by the safety check.
-
-    The frozen embeddings are also selected when fewer than ``max(10, 2 * n_folds)`` classes have two
-    rows. The cost is `n_folds` fits of every candidate and searches of at most 2,000 queries each.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from ega import normalize
-    >>> from ega.selection import select_adapter
-    >>> rng = np.random.default_rng(0)
-    >>> noise = rng.normal(size=(12, 14, 12)) * np.r_[np.full(4, 3.0), np.full(8, 0.2)]
-    >>> x = normalize((rng.normal(size=(12, 1, 12)) + noise).reshape(-1, 12))
-    >>> y = np.repeat(np.arange(12), 14)
-    >>> selection = select_adapter(x, y, ["wccn"], strengths=(0.5, 1.0))
-    >>> selection.method, selection.strength
-    ('wccn', 1.0)
-    >>> selection.table[["method", "strength", "safety_check"]]
-       method  strength safety_check
-    0  frozen       0.0         pass
-    1    wccn       0.5         pass
-    2    wccn       1.0         pass
+    Each class is held out once. Every candidate is fitted on the other classes and compared with the frozen
+    embeddings, at every strength, on queries of the fitted and of the held-out classes, in one gallery of both. The
+    gain is the mean of both changes, weighted by `unseen_share`. Selected is the largest gain among the candidates
+    whose held-out classes lose at most `max_unseen_loss`; with none of these, or with fewer than
+    ``max(10, 2 * n_folds)`` classes of two rows, the frozen embeddings.
     """
-    check_settings(
+    rngs, rows = spawn_rngs(random_state), compared_rows(y, max_rows=max_rows, random_state=random_state)
+    x, y = x[rows], y[rows]
+    configs = _resolve_candidates(candidates, random_state)
+    n_classes, needed = int((np.bincount(y, minlength=1) > 1).sum()), max(MIN_CLASSES, 2 * n_folds)
+    if not configs:
+        reason = "only the frozen embeddings were named, so nothing was compared"
+        return _frozen_selection(reason, max_unseen_loss, confidence, n_classes)
+    if n_classes < needed:
+        reason = f"too few classes: {n_classes} with two rows or more, and {needed} are needed"
+        return _frozen_selection(reason, max_unseen_loss, confidence, n_classes)
+    folds = leave_classes_out(y, rngs.split, n_folds=n_folds)
+    resolved = [Candidate(*c) for c in configs.items()]
+    options: dict[str, Any] = dict(strengths=strengths, device=device)
+    return select(
+        configs,
+        folds,
+        partial(compare_on_fold, x, y, candidates=resolved, **options),
+        tuple(y[np.concatenate([getattr(f, part) for f in folds])] for part in ("seen_queries", "unseen_queries")),
         max_unseen_loss=max_unseen_loss,
         unseen_share=unseen_share,
         confidence=confidence,
-        candidates=candidates,
-        strengths=strengths,
-        n_folds=n_folds,
+        n_classes=n_classes,
+        rng=rngs.eval,
         n_jobs=n_jobs,
+        progress=progress,
     )
-    max_rows = check_positive_int(max_rows, "max_rows")
-    if device is not None:
-        pick_device(device)
-    rngs = spawn_rngs(random_state)
-    x = check_unit_norm(check_embeddings(x), "x")
-    y = check_labels(y, len(x))
-    rows = compared_rows(y, max_rows=max_rows, random_state=random_state)
-    x, y = x[rows], y[rows]
-    resolved = _resolve_candidates(candidates, random_state)
-    n_classes = int((np.bincount(y, minlength=1) > 1).sum())
-    needed = max(MIN_CLASSES, 2 * n_folds)
-    if not resolved or n_classes < needed:
-        reason = (
-            f"too few classes: {n_classes} with two rows or more, and {needed} are needed"
-            if resolved
-            else "only the frozen embeddings were named, so nothing was compared"
-        )
-        empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
-        return Selection("frozen", 0.0, reason, empty, max_unseen_loss, confidence, n_classes)
-    with limit_threads():
-        return _compare_and_select(
-            x,
-            y,
-            leave_classes_out(y, spawn_rngs(random_state).split, n_folds=n_folds),
-            resolved,
-            max_unseen_loss=max_unseen_loss,
-            unseen_share=unseen_share,
-            confidence=confidence,
-            rng=rngs.eval,
-            n_classes=n_classes,
-            strengths=strengths,
-            n_jobs=n_jobs,
-            device=device,
-            progress=check_progress(progress),
-        )

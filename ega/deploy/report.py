@@ -925,7 +925,7 @@ def _pair_markdown(content, sections):
 
 # %% ../../nbs/deploy/09_report.ipynb #bbf5b911
 def write_pair_report(
-    estimator: Any,  # EmbeddingAdapter fitted with fit_pairs
+    estimator: Any,  # a fitted PairAdapter
     queries: np.ndarray,  # (nq, d)
     documents: np.ndarray,  # (nd, d)
     pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade

@@ -256,7 +256,7 @@ def measure_candidates(
     pairs: np.ndarray,  # (m, 3) all
     table: pd.DataFrame,  # of the selection
 ) -> list[dict]:
-    "Measure centring, and each candidate of `fit_pairs` at the strengths of its table; a row for each."
+    "Measure centring, and each candidate of `PairAdapter` at the strengths of its table; a row for each."
     auto = {name: config for name, config in PAIR_CANDIDATES.items() if name in set(table.method)}
     lines = []
     for name, config in ({"centring": PairConfig("both", 1.0)} | auto).items():

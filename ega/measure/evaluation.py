@@ -347,9 +347,8 @@ def check_fitted(
     from sklearn.utils.validation import check_is_fitted
 
     if "EmbeddingAdapter" not in [c.__name__ for c in type(estimator).mro()]:
-        raise InputError(f"estimator must be an EmbeddingAdapter, got {type(estimator).__name__}")
-    if hasattr(estimator, "query_adapter_"):
-        raise InputError("estimator was fitted with fit_pairs and has no classes; use ega.pairs.evaluate_pairs")
+        name = type(estimator).__name__
+        raise InputError(f"estimator must be an EmbeddingAdapter, got {name}; for pairs use ega.pairs.evaluate_pairs")
     check_is_fitted(estimator, "adapter_")
 
 

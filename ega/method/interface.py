@@ -281,8 +281,8 @@ def read_adapter(
 
 def _read_side(folder):
     "The adapter in a folder."
-    if (folder / "matrix.safetensors").exists():
+    if (folder / "matrix.safetensors").is_file():
         return _read_matrix(folder / "matrix.safetensors")
-    if (folder / "adapter.safetensors").exists():
+    if (folder / "adapter.safetensors").is_file():
         return as_adapter(folder / "adapter.safetensors")
     raise InputError(f"{folder} holds no adapter, only its fingerprint; pass the adapter")

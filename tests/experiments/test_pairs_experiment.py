@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ega import EmbeddingAdapter, EmbeddingSet, InputError
+from ega import EmbeddingSet, InputError, PairAdapter
 from ega.data.arrays import normalize
 from ega.data.relevance import RelevanceSet, ranking_metrics, read_relevance_set
 from ega.experiments.pairs import (
@@ -191,7 +191,7 @@ def test_measured_rows_are_those_of_the_estimator():
     rows = measure_split(SET, split).set_index("arm")
     assert rows.is_default.sum() == rows.is_query_side.sum() == 1
     for side, column in (("auto", "is_default"), ("query", "is_query_side")):
-        estimator = EmbeddingAdapter(device="cpu").fit_pairs(QUERIES, DOCUMENTS, split.train_pairs, side=side)
+        estimator = PairAdapter(side, device="cpu").fit(QUERIES, DOCUMENTS, split.train_pairs)
         selected, row = estimator.selection_, rows[rows[column]].iloc[0]
         assert row.name == ("frozen" if selected.frozen else f"{selected.method} at {selected.strength:g}")
         adapted = estimator.transform_queries(QUERIES), estimator.transform_documents(DOCUMENTS)

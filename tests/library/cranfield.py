@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from ega.data.relevance import ranking_metrics, read_relevance_set, split_by_query
-from ega.estimator import EmbeddingAdapter
 from ega.measure.search import knn
+from ega.pairs import PairAdapter
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/packs/cranfield__all_minilm_l6_v2"
 SET = read_relevance_set(FOLDER)
@@ -18,9 +18,9 @@ DOCUMENT_IDS = SET.documents.ids
 
 @functools.cache
 def fitted(side):
-    "An EmbeddingAdapter fitted on the training pairs: side 'query', 'both' or 'two'."
-    estimator = EmbeddingAdapter(max_unseen_loss=None, device="cpu")
-    return estimator.fit_pairs(SET.queries.x, XD, SPLIT.train_pairs, side=side)
+    "A PairAdapter fitted on the training pairs: side 'query', 'both' or 'two'."
+    estimator = PairAdapter(side, max_unseen_loss=None, device="cpu")
+    return estimator.fit(SET.queries.x, XD, SPLIT.train_pairs)
 
 
 def ndcg(ids):

@@ -38,6 +38,7 @@ from ega.experiments import grids, runs
 from ega.method import training
 from ega.method.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
 from ega.method.config import config_to_dict, parse_config
+from ega.pairs import PairAdapter
 
 SECONDS, MEGABYTES, ROOM = (
     10,
@@ -575,9 +576,9 @@ def used(e):
 
 def write_estimator_of_pairs(folder):
     x = rows()
-    e = estimator.EmbeddingAdapter(max_unseen_loss=None)
+    e = PairAdapter("both", max_unseen_loss=None)
     pairs = np.column_stack([np.arange(len(x)), np.arange(len(x))])
-    e.fit_pairs(x, x[:, ::-1].copy(), pairs, side="both").save(folder / "a")
+    e.fit(x, x[:, ::-1].copy(), pairs).save(folder / "a")
     return [
         f"a/adapter.{name}" for name in ("queries.safetensors", "documents.safetensors", "json", "fit_documents.npy")
     ]
@@ -588,7 +589,7 @@ def used_on_both_sides(e):
 
 
 READERS["estimator of pairs"] = Reader(
-    write_estimator_of_pairs, lambda f: used_on_both_sides(estimator.EmbeddingAdapter.load(f / "a")), step=2
+    write_estimator_of_pairs, lambda f: used_on_both_sides(PairAdapter.load(f / "a")), step=2
 )
 READERS["estimator"] = Reader(write_estimator, lambda f: used(estimator.EmbeddingAdapter.load(f / "a")))
 READERS["ega evaluate"] = Reader(write_estimator, command("evaluate", "a", "x.npy", "y.csv", "--json"), step=4)

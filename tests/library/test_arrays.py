@@ -674,15 +674,15 @@ def test_a_number_is_no_generator():
 
 
 @pytest.mark.parametrize(
-    "module, call, package",
+    "module, call, package, extra",
     [
-        ("deploy.wrappers", "AdaptedEmbeddings(None, None)", "langchain_core"),
-        ("deploy.wrappers", "AdaptedEmbedding(None, None)", "llama_index"),
-        ("deploy.wrappers", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb"),
-        ("deploy.stores", "QdrantStore(None, 'texts')", "qdrant_client"),
+        ("deploy.wrappers", "AdaptedEmbeddings(None, None)", "langchain_core", "langchain"),
+        ("deploy.wrappers", "AdaptedEmbedding(None, None)", "llama_index", "llamaindex"),
+        ("deploy.wrappers", "AdaptedEmbeddingFunction(None, 'adapter')", "chromadb", "chroma"),
+        ("deploy.stores", "QdrantStore(None, 'texts')", "qdrant_client", "qdrant"),
     ],
 )
-def test_a_module_of_an_optional_package_is_imported_without_it(module, call, package):
+def test_a_module_of_an_optional_package_is_imported_without_it(module, call, package, extra):
     "Its class says which extra is missing; in a process of its own, so that nothing here is imported anew."
     code = f"""
 import sys
@@ -693,7 +693,4 @@ try: {call}
 except ImportError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (
-        done.stdout.strip()
-        == f"this needs the package {package!r}; install it with: pip install 'ega[{module.split('.')[1]}]'"
-    )
+    assert done.stdout.strip() == f"this needs the package {package!r}; install it with: pip install 'ega[{extra}]'"

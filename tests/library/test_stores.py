@@ -19,6 +19,7 @@ from ega.measure.search import knn
 from ega.method.adapters import LinearAdapter, ReleasedEGA
 from ega.method.closed_form import WCCN, LDAMap
 from ega.method.interface import as_adapter
+from ega.pairs import PairAdapter
 
 D, N = 16, 240
 y = np.repeat(np.arange(10), N // 10)
@@ -261,9 +262,7 @@ def test_faiss_takes_a_pair_adapter(tmp_path):
 def test_a_refitted_query_side_needs_no_migration(store):
     "What is stored belongs to the document side, so another adapter with the same document side may search it."
     pairs = np.column_stack([np.arange(60), np.arange(60) // 2])
-    both, two = (
-        EmbeddingAdapter(max_unseen_loss=None).fit_pairs(x[:60], x[:30], pairs, side=side) for side in ("both", "two")
-    )
+    both, two = (PairAdapter(side, max_unseen_loss=None).fit(x[:60], x[:30], pairs) for side in ("both", "two"))
     assert both.fingerprint_ != two.fingerprint_
     found = store.activate(store.migrate(both)).search(two, xq, 3)
     assert np.array_equal(found.I, SET.ids[exact(two, 3).I])

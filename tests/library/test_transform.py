@@ -588,7 +588,7 @@ def test_a_damaged_or_wrong_file_is_refused(tmp_path, wrong):
         path.write_bytes(good[: len(good) // 2] + bytes(64) + good[len(good) // 2 + 64 :])
     with pytest.raises(InputError):
         transform_file(make_adapter(), path, tmp_path / f"z{path.suffix}", **ONE)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert not (tmp_path / f"z{path.suffix}").exists()
 
 
 @pytest.mark.parametrize(

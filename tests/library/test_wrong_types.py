@@ -25,8 +25,16 @@ from ega import (
 from ega.data.arrays import spawn_rngs
 from ega.data.embed import embed
 from ega.data.relevance import (
+    RelevanceSet,
     embed_relevance,
+    evaluate_ranking,
+    read_beir,
+    read_pairs,
+    read_relevance_set,
     read_text_pairs,
+    split_by_document,
+    split_by_query,
+    write_relevance_set,
 )
 from ega.data.vectors import check_same_order
 from ega.deploy.report import write_report
@@ -48,7 +56,7 @@ from ega.method.config import TrainConfig, build_method_config
 from ega.method.losses import supcon
 from ega.method.methods import fit_adapter, update_adapter
 from ega.method.training import pairwise_objective, train
-from ega.selection import select_adapter
+from ega.pairs import PairAdapter, evaluate_pairs
 
 NUMBERS = (None, "4", "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), float("inf"), 1.5, -1, len)
 MATRICES = (None, 3, "x", b"x", [], [[1], [2, 3]], object(), {}, float("nan"), ["a"], [["a"]], len, np.empty((0, 8)))
@@ -86,6 +94,7 @@ def make_calls(folder):
     "For each object of `api.TASKS`: [(function, its valid arguments, {name: wrong values of it})]."
     rng, y = np.random.default_rng(0), np.repeat(np.arange(12), 10)
     x = normalize(rng.normal(size=(12, 8))[y] + 0.5 * rng.normal(size=(120, 8)))
+    pairs = dict(queries=x, documents=x[:, ::-1].copy(), pairs=np.column_stack([np.arange(120), np.arange(120)]))
     matrix, out = np.eye(8, dtype="float32"), lambda name: str(folder / name)
     np.save(out("x.npy"), x)
     (folder / "texts.csv").write_text("text,label\na cab,0\nbach,1\n")
@@ -104,6 +113,7 @@ def make_calls(folder):
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq\td\t1\n"),
     ):
         (folder / "beir" / name).write_text(text)
+    relevance = RelevanceSet(es, es, [(i, i + 1) for i in range(100)])
     statistics = ClassStatistics(8).update(x, y)
     adapter = fit_adapter(build_method_config("affine_nca", epochs=1), x, y, device="cpu")
     index = AdaptedIndex(matrix, "IVF4,Flat").add(x)
@@ -178,11 +188,6 @@ def make_calls(folder):
         ],
         "gain.estimate_gain": [
             (estimate_gain, {"X": x, "y": y}, {"X": MATRICES, "y": LABELS}),
-        ],
-        "selection.select_adapter": [
-            (select_adapter, data | {"candidates": ("wccn",)}, settings | {"n_folds": NUMBERS, "max_rows": NUMBERS}),
-            (select_adapter, data | {"candidates": ("wccn",)}, {"progress": OBJECTS[1:]}),
-            (select_adapter, data | {"candidates": ("wccn",)}, {"x": MATRICES, "y": LABELS}),
         ],
         "method.methods.fit_adapter": [
             (fit_adapter, data | {"config": build_method_config("wccn")}, {"config": OBJECTS, "x": MATRICES}),
@@ -275,6 +280,63 @@ def make_calls(folder):
             (AdaptedIndex, {"adapter": matrix}, {"adapter": OBJECTS, "index": OBJECTS, "ids": ("a", 3, [1])}),
             (AdaptedIndex(matrix).add, {"x": x[:5]}, {"ids": OBJECTS[1:], "adapted_by": OBJECTS[1:]}),
             (index.search, {"xq": x}, {"xq": MATRICES, "adapted_by": OBJECTS[1:]}),
+        ],
+        "data.relevance.read_pairs": [
+            (read_pairs, {"path": out("pairs.csv")}, {"path": (*PATHS, out("file"), out("p.parquet"), folder)})
+        ],
+        "data.relevance.read_beir": [
+            (read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder), "on_missing": TEXTS})
+        ],
+        "data.relevance.embed_relevance": [
+            (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
+            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": TEXTS[:-2] + (len,)}),
+        ],
+        "data.relevance.RelevanceSet": [
+            (
+                RelevanceSet,
+                dict(queries=es, documents=es, pairs=[(0, 1)]),
+                {"queries": OBJECTS, "documents": OBJECTS, "pairs": (*VALUES, [(0, -1)], [(0, 1, 0.5)], [(120, 0)])},
+            ),
+            (write_relevance_set, {"relevance": relevance, "folder": out("rs")}, {"relevance": OBJECTS}),
+            (write_relevance_set, {"relevance": relevance, "folder": out("rs2")}, {"folder": (*PATHS, out("file"))}),
+            (read_relevance_set, {"folder": out("rs")}, {"folder": (*PATHS, out("file"))}),
+        ],
+        "data.relevance.split_by_query": [
+            (
+                split_by_query,
+                dict(relevance=relevance, is_test=np.arange(120) < 30),
+                {"relevance": OBJECTS, "is_test": (*VALUES, y, np.zeros(120, bool)), "groups": LABELS[1:]},
+            ),
+        ],
+        "data.relevance.split_by_document": [
+            (
+                split_by_document,
+                dict(relevance=relevance, rng=np.random.default_rng(0)),
+                {"relevance": OBJECTS, "rng": OBJECTS, "test_fraction": NUMBERS, "groups": LABELS[1:]},
+            ),
+        ],
+        "data.relevance.evaluate_ranking": [
+            (
+                evaluate_ranking,
+                dict(I=[[1, 2], [2, 5]], pairs=[(0, 1), (1, 3)], k=2),
+                {"I": (*VALUES, [[1.5, 2]], [[-2, 1], [1, 2]]), "pairs": VALUES, "k": (*NUMBERS, 3)}
+                | {"queries": LABELS[1:], "new": (3, "x", [], [1, 0], len)},
+            ),
+        ],
+        "pairs.PairAdapter": [
+            (
+                lambda **given: PairAdapter("both", max_unseen_loss=None).fit(**given),
+                pairs,
+                {"queries": MATRICES, "documents": MATRICES, "pairs": VALUES},
+            ),
+            (lambda **given: PairAdapter(**given).fit(**pairs), {}, {"side": TEXTS, "confidence": NUMBERS}),
+        ],
+        "pairs.evaluate_pairs": [
+            (
+                evaluate_pairs,
+                {"estimator": PairAdapter("both", max_unseen_loss=None).fit(**pairs)} | pairs,
+                {"estimator": OBJECTS, "queries": MATRICES, "documents": MATRICES, "pairs": VALUES, "k": NUMBERS},
+            ),
         ],
         "deploy.stores.open_store": [(open_store, {"path": out("store")}, {"path": PATHS})],
         "deploy.stores.IndexStore": [

@@ -30,8 +30,8 @@ LIBRARY = [
         "deploy.wrappers",
         "deploy.monitor",
     },
-    {"pairs"},
     {"estimator", "gain"},
+    {"pairs"},
     {"deploy.report"},
     {"cli"},
 ]
