@@ -23,7 +23,7 @@ from ..data.packs import open_parquet, read_parquet
 from ..data.threads import usable_cores
 from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
-from .runs import build_config, run_experiment, use_one_thread
+from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
 from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 
 # %% ../../nbs/experiments/03_grids.ipynb #store
@@ -165,6 +165,7 @@ class Grid:
     seeds: tuple = (0, 1)  # training seeds
     protocol: str = "strict"
     rank: int | None = None  # rank of LoRA; None: that of the method
+    path_epochs: tuple = PATH_EPOCHS  # finished epochs after which the task `path` evaluates
 
     def configs(self):
         "Its RunConfigs, first seed and split first; a method that is not trained runs once for each split."
@@ -287,9 +288,11 @@ GRIDS = {
         "equal_tuned": TunedGrid(_TUNING, "equal_tuned.csv"),
     },
     "quick": {
-        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,)),
+        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(10,)),
         "controls": Grid("path", MAIN_BENCHMARKS, ("frozen", *DIAL), splits=(42,), seeds=(0,)),
-        "in_distribution": Grid("in_distribution", ("tiny200",), splits=(42,), seeds=(0,)),
+        "in_distribution": Grid(
+            "in_distribution", ("tiny200",), ("frozen", "wccn", "ega_released", "supcon"), splits=(42,), seeds=(0,)
+        ),
     },
 }
 
@@ -301,11 +304,12 @@ def run_grid(
     *,
     workers=None,  # processes, each about 1 GB; None: one for each core that this process may use, at most 8
     progress=True,  # a bar with the remaining time
+    path_epochs=PATH_EPOCHS,  # finished epochs after which the task `path` evaluates
 ):  # number of runs that were made now
     "Run the configurations that are not stored yet, in parallel; a killed grid resumes."
     todo = _not_stored(configs, store)
     if todo:
-        _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress)
+        _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress, path_epochs)
     return len(todo)
 
 
@@ -314,7 +318,7 @@ def _not_stored(configs, store):
     return [c for c in configs if c.run_id not in done]
 
 
-def _run_in_pool(todo, store, packs, workers, progress):
+def _run_in_pool(todo, store, packs, workers, progress, path_epochs):
     "Run the configurations in worker processes; an interruption kills the workers."
     from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from multiprocessing import get_context
@@ -325,7 +329,7 @@ def _run_in_pool(todo, store, packs, workers, progress):
     bar = tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True)
     with defer_sigint() as raise_if_interrupted, bar:
         try:
-            waiting = {pool.submit(_run_and_store, c, store, packs): c for c in todo}
+            waiting = {pool.submit(_run_and_store, c, store, packs, path_epochs): c for c in todo}
             while waiting:
                 finished = wait(waiting, 0.5, FIRST_COMPLETED).done  # at most half a second until ctrl-c is noticed
                 for future in finished:
@@ -356,9 +360,9 @@ def _start_worker(parent):
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _run_and_store(config, store, packs):
+def _run_and_store(config, store, packs, path_epochs):
     checkpoint = store.parts / f"{config.run_id}.safetensors"
-    store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu"))
+    store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu", path_epochs=path_epochs))
 
 # %% ../../nbs/experiments/03_grids.ipynb #run
 def _run_remotely(config, packs):
