@@ -81,10 +81,7 @@ def _override_setting(config, setting):
     try:
         value = float(text)
     except ValueError as error:
-        raise InputError(
-            f"a setting after the method name must be name=number, got {setting!r} in {config.method!r}; "
-            "write it as in 'supcon tau=0.1'"
-        ) from error
+        raise InputError(f"a setting after the method name must be name=number, got {setting!r}") from error
     for part_name in ("adapter", "loss", "train"):
         part = getattr(config, part_name)
         old = getattr(part, name, None)
@@ -269,14 +266,15 @@ def run_experiment(
     path_epochs=PATH_EPOCHS,  # of the task `path`: finished epochs after which it evaluates
 ):  # DataFrame: one row for each query set and search setting, with the outcomes of the queries in list columns
     "Train, transform, search and evaluate one configuration."
-    if config.task == "index":
-        return sweep_index_settings(config, packs, checkpoint=checkpoint, device=device)
-    if config.task == "curve":
-        return sweep_strengths(config, packs, checkpoint=checkpoint, device=device)
+    sweeps = {"index": sweep_index_settings, "curve": sweep_strengths, "tuning": evaluate_candidates}
+    if config.task in sweeps:
+        return sweeps[config.task](config, packs, checkpoint=checkpoint, device=device)
     if config.task == "path":
         return evaluate_path(config, packs, checkpoint=checkpoint, device=device, epochs=path_epochs)
-    if config.task == "tuning":
-        return evaluate_candidates(config, packs, checkpoint=checkpoint, device=device)
+    if config.task not in ("unseen", "in_distribution"):
+        raise InputError(
+            f"task must be unseen, in_distribution, path or one of {', '.join(sweeps)}; got {config.task!r}"
+        )
     run = _prepare(config, packs, checkpoint, device)
     z = run.adapt(run.es.x)
     rows = _seen_result(config, run, z)

@@ -30,7 +30,6 @@ from ega.experiments.protocols import (
     published_experiments,
     published_split_counts,
     split_counts,
-    split_rows,
 )
 from ega.experiments.published import (
     _NotRun,
@@ -353,17 +352,6 @@ def test_settings_evaluated_together_equal_single_ones():
     assert all((v.ivf_ar == 1).all() and np.array_equal(v.hit, v.ivf_hit) for v in exact.values())
 
 
-def test_row_rules():
-    y = np.arange(100) % 7
-    order = np.random.RandomState(3).permutation(100)
-    assert np.array_equal(
-        np.concatenate(split_rows(y, (0.75, 0.25), "permutation", None, 3)), order
-    ) and np.array_equal(split_rows(y, (0.8, 0.2), "file", None, 3)[1], np.arange(80, 100))
-    for unknown in (lambda: get_benchmark("aircraft"), lambda: get_protocol("released/E99")):
-        with pytest.raises(InputError):
-            unknown()
-
-
 # ---- packs and their commands
 
 
@@ -492,24 +480,6 @@ def test_missing_packs_are_listed_and_nothing_is_run(clone, packs, monkeypatch, 
     assert "tab:ood_summary             54        0    66   1, 2, 3, 4, 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "args,words",
-    [
-        (("--protocol", "paper", "--experiments", "tab:nowhere"), "the paper has no 'tab:nowhere'"),
-        (("--experiments", "tab:ood_summary"), "or --protocol for a table of the paper"),
-        (
-            ("--protocol", "paper", "--experiments", "tab:pet_ood", "--epochs", "0"),
-            "TrainConfig.epochs must be",
-        ),
-    ],
-)
-def test_invalid_arguments_are_reported_in_one_line(clone, monkeypatch, capsys, args, words):
-    monkeypatch.chdir(clone)
-    assert paper_cli.main(["reproduce", *args]) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.strip().splitlines()) == 1
-
-
 def small(folder, n=7_200):
     y = np.arange(n) % 37
     write_pack(
@@ -530,20 +500,6 @@ def test_pack_of_another_size_gives_a_warning(tmp_path, one_process):
     assert run_cells(
         cells[:1], store, tmp_path, workers=1, progress=False
     ) == 1 and "warning: pet by clip_vit_b32" in format_cells(cells, store.read(), tmp_path)
-
-
-def test_unreadable_pack_is_reported(clone, monkeypatch, capsys, tmp_path):
-    small(tmp_path)
-    path = path_of_pack("pet", "clip_vit_b32", tmp_path)
-    path.write_bytes(path.read_bytes()[:5_000])
-    monkeypatch.chdir(clone)
-    assert (
-        paper_cli.main(
-            ["reproduce", "--protocol", "released", "--experiments", "tab:pet_ood", "--packs", str(tmp_path), "--quiet"]
-        )
-        == 2
-    )
-    assert "copy or embed it again" in capsys.readouterr().err
 
 
 def test_compare_cell_gives_mean_population_sd_and_minimum_over_benchmarks(packs):
