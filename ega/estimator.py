@@ -799,6 +799,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
             if statistics is not None:
                 position = dict(zip(numbers.tolist(), labels.tolist()))  # in classes_
                 statistics = statistics._relabel(np.array([position[n] for n in statistics.classes.tolist()]))
+            fingerprint = adapter_fingerprint(adapter)
             progress.finish()
         return self._set_fitted(
             **vars(names),
@@ -810,7 +811,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Saved
             classes_=classes,
             n_features_in_=a.shape[1],
             _n_features_out=a.shape[1],
-            fingerprint_=adapter_fingerprint(adapter),
+            fingerprint_=fingerprint,
             data_fingerprint_=data_fingerprint,
             fit_row_hashes_=row_hashes,
         )

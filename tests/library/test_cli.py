@@ -29,6 +29,7 @@ from ega.estimator import EmbeddingAdapter
 from ega.measure.evaluation import evaluate
 from ega.measure.search import knn
 from ega.method.adapters import LinearAdapter, ReleasedEGA, save_adapter, transform
+from ega.pairs import PairAdapter
 
 COMMANDS = (
     "embed",
@@ -1617,7 +1618,7 @@ def test_from_texts_to_an_adapted_search_in_five_commands(package, store, beir, 
         code, out, message = call(*command.split())
         assert code == 0, message
     found = {hit["query"]: hit["id"] for hit in json.loads(out)}
-    adapter = EmbeddingAdapter.load("adapter")
+    adapter = PairAdapter.load("adapter")
     queries, documents = (read_pack(f"set/{side}.parquet") for side in ("queries", "documents"))
     nearest = knn(adapter.transform_queries(queries.x), adapter.transform_documents(documents.x), 1).I[:, 0]
     assert found == dict(zip(queries.ids.tolist(), documents.ids[nearest].tolist()))
