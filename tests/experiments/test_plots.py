@@ -22,7 +22,6 @@ from ega.experiments.plots import (
     plot_active_ratio,
     plot_intervals,
     plot_quantity_vs_unseen,
-    plot_seen_unseen,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -47,20 +46,16 @@ def shared(ax):
 
 
 def plane(rng, spread=1.0):
-    t = pd.DataFrame(
-        {"method": METHODS, "seen": 3 + spread * 3 * rng.normal(size=12), "unseen": spread * 3 * rng.normal(size=12)}
-    )
-    for c in ("seen", "unseen"):
-        t[f"{c}_low"], t[f"{c}_high"] = t[c] - rng.uniform(0.1, 1, 12), t[c] + rng.uniform(0.1, 1, 12)
-    return t
+    x, y = 3 + spread * 3 * rng.normal(size=12), spread * 3 * rng.normal(size=12)
+    return pd.DataFrame({"method": METHODS, "x": x, "y": y, "low": y - 0.5, "high": y + 0.5})
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("spread", [1.0, 0.3])
 def test_labels_neither_overlap_nor_leave_the_axes(seed, spread):
-    ax = plot_seen_unseen(axes(), plane(np.random.default_rng(seed), spread), size=5.5)
+    ax = plot_quantity_vs_unseen(axes(), plane(np.random.default_rng(seed), spread), size=5.5)
     frame, boxes = ax.get_window_extent().extents, np.array([t.get_window_extent().extents for t in ax.texts])
-    assert len(ax.texts) == 13 and shared(ax) == 0
+    assert len(ax.texts) == 12 and shared(ax) == 0
     assert (boxes[:, :2] >= frame[:2]).all() and (boxes[:, 2:] <= frame[2:]).all()
 
 
@@ -100,12 +95,8 @@ def test_intervals_keep_order_and_fill_dots_that_exclude_zero():
 def test_functions_return_their_axes_and_change_no_global_state():
     t, before, ax = plane(np.random.default_rng(0)), dict(matplotlib.rcParams), axes()
     figures = plt.get_fignums()
-    assert plot_seen_unseen(ax, t) is ax and plot_active_ratio(axes(), {"ega_paper": [0.1, 0.2]}) is not ax
-    r = t.rename(columns={"unseen": "value", "unseen_low": "low", "unseen_high": "high"})
-    assert (
-        plot_intervals(ax, r, order=METHODS) is ax
-        and plot_quantity_vs_unseen(ax, t.rename(columns={"seen": "x", "unseen": "y"})) is ax
-    )
+    assert plot_quantity_vs_unseen(ax, t) is ax and plot_active_ratio(axes(), {"ega_paper": [0.1, 0.2]}) is not ax
+    assert plot_intervals(ax, t.rename(columns={"y": "value"}), order=METHODS) is ax
     assert (
         dict(matplotlib.rcParams) == before and len(plt.get_fignums()) == len(figures) + 1
     )  # the one made on the line above
@@ -114,7 +105,7 @@ def test_functions_return_their_axes_and_change_no_global_state():
 def test_same_data_give_the_same_file():
     def pdf():
         out = io.BytesIO()
-        plot_seen_unseen(axes(), plane(np.random.default_rng(1))).figure.savefig(
+        plot_quantity_vs_unseen(axes(), plane(np.random.default_rng(1))).figure.savefig(
             out, format="pdf", metadata={"CreationDate": None}
         )
         return out.getvalue()
