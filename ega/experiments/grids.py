@@ -279,7 +279,7 @@ GRIDS = {
         "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(10,)),
         "controls": Grid("path", MAIN_BENCHMARKS, ("frozen", *DIAL), splits=(42,), seeds=(0,)),
         "in_distribution": Grid(
-            "in_distribution", ("tiny200",), ("frozen", "wccn", "ega_released", "supcon"), splits=(42,), seeds=(0,)
+            "in_distribution", ("tiny200",), ("frozen", "wccn", *_OF_THE_PAPER), splits=(42,), seeds=(0,)
         ),
     },
 }
