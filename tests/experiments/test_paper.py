@@ -334,7 +334,7 @@ def test_command_does_not_change_notebooks_or_report_source(tmp_path):
 
 def test_runs_with_different_indexes_raise(tmp_path):
     def other_index(f):
-        f.loc[f["method"] == "ega_paper", "nlist"] = 50
+        f.loc[f["method"] == "ega_released", "nlist"] = 50
         return f
 
     store(tmp_path / "r", "in_distribution", grids.GRIDS["quick"]["in_distribution"].configs(), other_index)
@@ -359,18 +359,16 @@ def test_tables_of_other_results_raise(stored, built, tmp_path):
 
 def test_numbers_of_a_chapter_need_its_results(tmp_path):
     "A chapter whose results are the committed ones gives its numbers; one with other results is left out."
-    results, committed = tmp_path / "r", ROOT / "data/results/subspace.csv"
+    results, clusters = tmp_path / "r", ROOT / "data/results/pairs_clusters.csv"
     results.mkdir()
-    for file in (committed, committed.with_name("subspace_path.csv")):
+    for file in (clusters, clusters.with_name("pairs.parquet")):
         shutil.copy(file, results)
     with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
         paper.run_notebook(PAGES / "05_numbers.ipynb")
     numbers = json.loads((tmp_path / "tables/chapters.json").read_text())
-    share = pd.read_csv(committed).pivot(index=["benchmark", "epochs"], columns="group", values="share")
-    ratio = share.unseen / share.seen
-    assert set(numbers) == {"subspace"}
-    assert numbers["subspace"]["over_seen"] == pytest.approx([ratio.min(), ratio.max()], abs=1e-5)
-    (results / "subspace.csv").write_text(committed.read_text().replace("0.", "1.", 1))
+    runs = pd.read_parquet(results / "pairs.parquet", columns=["set", "kind", "seed"]).drop_duplicates()
+    assert set(numbers) == {"pairs"} and numbers["pairs"]["partitions"] == (runs.kind == "document").sum()
+    (results / clusters.name).write_text(clusters.read_text().replace("0.", "1.", 1))
     with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
         paper.run_notebook(PAGES / "05_numbers.ipynb")
     assert json.loads((tmp_path / "tables/chapters.json").read_text()) == {}
