@@ -18,12 +18,12 @@ import pandas as pd
 
 import ega
 from ..data.arrays import InputError, defer_sigint
-from ..data.files import atomic_write, file_lock, read_csv_columns, short_error
+from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
 from ..data.threads import usable_cores
 from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
-from .runs import build_config, run_experiment, use_one_thread
+from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
 from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 
 # %% ../../nbs/experiments/03_grids.ipynb #store
@@ -165,6 +165,7 @@ class Grid:
     seeds: tuple = (0, 1)  # training seeds
     protocol: str = "strict"
     rank: int | None = None  # rank of LoRA; None: that of the method
+    path_epochs: tuple = PATH_EPOCHS  # finished epochs after which the task `path` evaluates
 
     def configs(self):
         "Its RunConfigs, first seed and split first; a method that is not trained runs once for each split."
@@ -210,15 +211,9 @@ class TunedGrid:
 
     def configs(self):
         "The frozen runs, then those of the file."
-        path = Path(ega.__file__).parents[1] / "data" / self.file
-        if not path.is_file():
-            raise InputError(
-                f"{path}: no such file of chosen settings; this experiment needs a clone of the repository"
-            )
         yield from replace(self.grid, methods=("frozen",)).configs()
-        columns = ("benchmark", "split_seed", "method")
-        chosen = read_csv_columns(path, "a table of chosen settings", columns)
-        for benchmark, split_seed, method in zip(*(chosen[c] for c in columns)):
+        chosen = pd.read_csv(Path(ega.__file__).parents[1] / "data" / self.file, dtype=str)
+        for benchmark, split_seed, method in chosen[["benchmark", "split_seed", "method"]].itertuples(index=False):
             of_split = replace(self.grid, splits=(int(split_seed),))
             yield from replace(of_split, benchmarks=(benchmark,), methods=(method,)).configs()
 
@@ -242,19 +237,13 @@ EQUAL_TUNING_GRID = {  # eight fits a method: two settings at four epochs, or ei
     **{m: {"lam": (1.0, 3.0)} for m in ("ega_preserve", "whitened_supcon")},
     "supcon_preserve": {"lam": (3.0, 10.0)},
 }
-_LEAK = Grid(
-    "in_distribution",
-    ("tiny200",),
-    ("frozen", "ega_released", "icon_self_included", "nca_half_repulsion", "lora_supcon", "lora_triplet"),
-    epochs=20,
-    splits=(42,),
-    seeds=(0,),
-)
 _THREE = ("cub100", "tiny200", "clinc150")
 DIAL = tuple(f"discriminant_whitening strength={g:g}" for g in (0, 0.15, 0.3, 0.5, 0.7, 1))  # closed forms
 _CLOSED_FORMS = ("frozen center=1", "pca shrinkage=0.5", "wccn", "lda", "lda center=1", *DIAL)
 _DEFAULT = ("affine_nca epochs=24 strength=0.5", "affine_nca epochs=24")
 _OF_THE_PAPER = ("ega_released", "icon_self_included", "nca_half_repulsion", "supcon", "lora_supcon", "lora_triplet")
+_WITHOUT_SUPCON = tuple(m for m in _OF_THE_PAPER if m != "supcon")
+_LEAK = Grid("in_distribution", ("tiny200",), ("frozen", *_WITHOUT_SUPCON), epochs=20, splits=(42,), seeds=(0,))
 _STARTS = (*_TRAINED, "linear_supcon", *(f"{m} center=1" for m in (*_OF_THE_PAPER, "linear_supcon")))
 _ONCE = Grid("unseen", MAIN_BENCHMARKS, splits=(42,), seeds=(0,))
 _CURVE = replace(_ONCE, task="curve")
@@ -287,9 +276,11 @@ GRIDS = {
         "equal_tuned": TunedGrid(_TUNING, "equal_tuned.csv"),
     },
     "quick": {
-        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,)),
+        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(10,)),
         "controls": Grid("path", MAIN_BENCHMARKS, ("frozen", *DIAL), splits=(42,), seeds=(0,)),
-        "in_distribution": Grid("in_distribution", ("tiny200",), splits=(42,), seeds=(0,)),
+        "in_distribution": Grid(
+            "in_distribution", ("tiny200",), ("frozen", "wccn", *_OF_THE_PAPER), splits=(42,), seeds=(0,)
+        ),
     },
 }
 
@@ -301,11 +292,12 @@ def run_grid(
     *,
     workers=None,  # processes, each about 1 GB; None: one for each core that this process may use, at most 8
     progress=True,  # a bar with the remaining time
+    path_epochs=PATH_EPOCHS,  # finished epochs after which the task `path` evaluates
 ):  # number of runs that were made now
     "Run the configurations that are not stored yet, in parallel; a killed grid resumes."
     todo = _not_stored(configs, store)
     if todo:
-        _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress)
+        _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress, path_epochs)
     return len(todo)
 
 
@@ -314,7 +306,7 @@ def _not_stored(configs, store):
     return [c for c in configs if c.run_id not in done]
 
 
-def _run_in_pool(todo, store, packs, workers, progress):
+def _run_in_pool(todo, store, packs, workers, progress, path_epochs):
     "Run the configurations in worker processes; an interruption kills the workers."
     from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from multiprocessing import get_context
@@ -325,7 +317,7 @@ def _run_in_pool(todo, store, packs, workers, progress):
     bar = tqdm(total=len(todo), unit="run", disable=not progress, desc=store.path.stem, dynamic_ncols=True)
     with defer_sigint() as raise_if_interrupted, bar:
         try:
-            waiting = {pool.submit(_run_and_store, c, store, packs): c for c in todo}
+            waiting = {pool.submit(_run_and_store, c, store, packs, path_epochs): c for c in todo}
             while waiting:
                 finished = wait(waiting, 0.5, FIRST_COMPLETED).done  # at most half a second until ctrl-c is noticed
                 for future in finished:
@@ -356,9 +348,9 @@ def _start_worker(parent):
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _run_and_store(config, store, packs):
+def _run_and_store(config, store, packs, path_epochs):
     checkpoint = store.parts / f"{config.run_id}.safetensors"
-    store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu"))
+    store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu", path_epochs=path_epochs))
 
 # %% ../../nbs/experiments/03_grids.ipynb #run
 def _run_remotely(config, packs):
@@ -398,28 +390,12 @@ def _read_cached(path, types):
     "The table of an earlier call, with key columns in their types; an empty one if there is none."
     if not path.exists():
         return pd.DataFrame(columns=list(types))
-    try:
-        table = _read_cached_csv(path, types) if path.suffix == ".csv" else read_parquet(path).to_pandas()
-        for column in types:
-            if column not in table:
-                raise KeyError(f"no column {column}")
-        return table
-    except Exception as error:  # pandas and pyarrow raise a dozen kinds
-        raise InputError(
-            f"{path} is no readable table with columns {', '.join(types)} ({short_error(error)}); "
-            "delete it to compute it again"
-        ) from error
-
-
-def _read_cached_csv(path, types):
-    "Key columns are read as text and then converted, because not every pandas reads a float back exactly."
+    if path.suffix == ".parquet":
+        return read_parquet(path).to_pandas()
+    # Keys are read as text and then converted: not every pandas reads a float back exactly, and "None" may be a name.
     others = [c for c in pd.read_csv(path, nrows=0) if c not in types]
-    table = pd.read_csv(
-        path,
-        dtype=dict.fromkeys(types, str),
-        keep_default_na=False,  # "None" may be a name
-        na_values={c: [""] for c in others},
-    )
+    as_text, missing = dict.fromkeys(types, str), {c: [""] for c in others}
+    table = pd.read_csv(path, dtype=as_text, keep_default_na=False, na_values=missing)
     return table.assign(**{c: table[c].map(kind) for c, kind in types.items() if kind is not str})
 
 
@@ -445,42 +421,17 @@ def cached_table(
     from tqdm import tqdm
 
     path, row_keys = Path(path), list(dict.fromkeys(map(tuple, row_keys)))
-    if path.suffix not in (".csv", ".parquet"):
-        raise InputError(f"expected a file that ends in .csv or .parquet, got {path.name}; choose one of them")
-    types = _key_types(row_keys, list(key_columns))
+    types = {column: type(value) for column, value in zip(key_columns, row_keys[0])}
     use_one_thread()
     stored = _keys_in(_read_cached(path, types), types)
     todo = [key for key in row_keys if key not in stored]
     path.parent.mkdir(parents=True, exist_ok=True)
     for key in tqdm(todo, desc=path.stem, unit="key", disable=not (progress and todo), dynamic_ncols=True):
-        rows = _checked_rows(compute(*key), key, types)
+        rows = compute(*key)
+        rows = pd.DataFrame([rows]) if isinstance(rows, dict) else rows
         with file_lock(path.parent, wait=True):
             table = _read_cached(path, types)
             if key not in _keys_in(table, types):  # another process may have been first
                 table = pd.concat([table, rows], ignore_index=True) if len(table) else rows
                 _write_cached(table, path, types)
     return _read_cached(path, types)
-
-
-def _key_types(row_keys, key_columns):
-    "The type of each key column: str, int or float."
-    types = [{type(v) for v in column} for column in zip(*row_keys)]
-    one_type_each = all(len(t) == 1 and t <= {str, int, float} for t in types)
-    if not row_keys or len(types) != len(key_columns) or not one_type_each:
-        raise InputError(
-            f"row keys must be tuples of {len(key_columns)} texts or numbers, with one type at each place, "
-            f"got {str(row_keys[:3])[:80]}"
-        )
-    return {column: kind for column, (kind,) in zip(key_columns, types)}
-
-
-def _checked_rows(rows, key, types):
-    "The computed rows as a DataFrame. Raises `InputError` if they do not hold their key."
-    if isinstance(rows, dict):
-        rows = pd.DataFrame([rows])
-    if not isinstance(rows, pd.DataFrame) or set(types) - set(rows) or _keys_in(rows, types) != {key}:
-        raise InputError(
-            f"the rows of {key} must hold it in {', '.join(types)}, got {str(rows)[:80]}; "
-            "without it they would be computed again at every call"
-        )
-    return rows

@@ -29,8 +29,8 @@ import torch
 import ega
 from ..data.arrays import InputError, check_number, normalize, spawn_rngs
 from ..data.packs import row_split
-from .protocols import PROTOCOLS, build_split, evaluate_neighbours, get_benchmark, load_embedding_sets
-from ..measure.evaluation import label_hits
+from .protocols import build_split, evaluate_neighbours, get_benchmark, get_protocol, load_embedding_sets
+from ..measure.evaluation import knn_among_rows
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..measure.search import Neighbours, ivf_sweep, knn, loo_knn
 from ..method.adapters import interpolate, load_adapter, save_adapter, transform
@@ -81,10 +81,7 @@ def _override_setting(config, setting):
     try:
         value = float(text)
     except ValueError as error:
-        raise InputError(
-            f"a setting after the method name must be name=number, got {setting!r} in {config.method!r}; "
-            "write it as in 'supcon tau=0.1'"
-        ) from error
+        raise InputError(f"a setting after the method name must be name=number, got {setting!r}") from error
     for part_name in ("adapter", "loss", "train"):
         part = getattr(config, part_name)
         old = getattr(part, name, None)
@@ -118,8 +115,7 @@ def build_config(
     "The configuration of a method on a benchmark."
     method_name, *settings = method.split()
     get_benchmark(benchmark)  # raises InputError for an unknown key
-    if protocol not in PROTOCOLS:
-        raise InputError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+    get_protocol(protocol)
     m = METHODS[check_method(method_name)]
     adapter = m.adapter
     if adapter.hidden:
@@ -159,7 +155,7 @@ _PreparedRun = namedtuple("_PreparedRun", "es unseen split protocol adapt histor
 def _load_and_split(config, packs):
     "Load the packs of a run and split their rows."
     es, unseen = load_embedding_sets(config, packs)
-    protocol = PROTOCOLS[config.protocol]
+    protocol = get_protocol(config.protocol)
     if not protocol.normalized:
         raise InputError(
             f"the protocol {config.protocol} searches rows of the lengths the encoder gave them, "
@@ -189,14 +185,6 @@ def _prepare(config, packs, checkpoint, device):
 # %% ../../nbs/experiments/02_runs.ipynb #indexed
 # One entry for each query; `neighbour` is the row number of the nearest neighbour in the gallery.
 QueryOutcomes = namedtuple("QueryOutcomes", "hit neighbour ivf_hit ivf_ar")
-
-
-def _index_outcomes(zq, zb, yq, yb, index, exact):
-    "LP@k through the index (nq,), and AR@k against the exact neighbours (nq,)."
-    nlist = min(index.nlist, len(zb))
-    found = ivf_sweep(zq, zb, nlist=nlist, nprobes=(index.nprobe,), k=index.k, kmeans_seed=index.kmeans_seed)
-    found = found[index.nprobe]
-    return lp_at_k(found, yb, yq, index.k), ar_at_k(found, exact, index.k)
 
 # %% ../../nbs/experiments/02_runs.ipynb #judge-settings
 EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, so that ties at place k are seen
@@ -235,21 +223,30 @@ def evaluate_leave_one_out(
     rng,  # np.random.Generator of the folds
 ):  # QueryOutcomes, one entry per row
     "Each row is a query once: exactly against all other rows, and through an index of the other folds."
-    exact = loo_knn(z, index.k + EXTRA_NEIGHBOURS_FOR_TIES)
-    ivf_hit, ivf_ar = np.empty(len(z), np.float32), np.empty(len(z), np.float32)
-    for q in row_split(y, rng, fractions=(1 / folds,) * folds):
-        b = np.setdiff1d(np.arange(len(z)), q)
-        exact_in_b = _neighbours_within(z, q, b, exact, index.k)
-        ivf_hit[q], ivf_ar[q] = _index_outcomes(z[q], z[b], y[q], y[b], index, exact_in_b)
+    exact, rows = loo_knn(z, index.k + EXTRA_NEIGHBOURS_FOR_TIES), np.arange(len(z))
+    ivf_hit, ivf_ar = _search_index(z, y, rows, rows, exact, index, row_split(y, rng, fractions=(1 / folds,) * folds))
     return QueryOutcomes(lp_at_k(exact, y, y, index.k), exact.I[:, 0], ivf_hit, ivf_ar)
 
 
+def _search_index(z, y, queries, gallery, exact, index, folds):
+    "LP@k through an index (nq,) and AR@k (nq,); queries of one fold are searched in the gallery without the fold."
+    hit, recall = np.empty(len(queries), np.float32), np.empty(len(queries), np.float32)
+    for fold in folds:
+        q = queries[fold]
+        b = np.setdiff1d(gallery, q)
+        nlist = min(index.nlist, len(b))
+        found = ivf_sweep(z[q], z[b], nlist=nlist, nprobes=(index.nprobe,), k=index.k, kmeans_seed=index.kmeans_seed)
+        hit[fold] = lp_at_k(found[index.nprobe], y[b], y[q], index.k)
+        in_b = _neighbours_within(z, q, b, Neighbours(exact.D[fold], gallery[exact.I[fold]]), index.k)
+        recall[fold] = ar_at_k(found[index.nprobe], in_b, index.k)
+    return hit, recall
+
+
 def _neighbours_within(z, q, b, exact, k):
-    "The k exact neighbours among the rows b of each query in q, read from the neighbours among all rows."
-    D, I = exact.D[q], exact.I[q]
-    inside = np.isin(I, b)
+    "The k exact neighbours among the rows b of the queries q, read from their neighbours in a larger gallery."
+    inside = np.isin(exact.I, b) & np.isfinite(exact.D)
     first = np.argsort(~inside, 1, kind="stable")[:, :k]  # neighbours in b come first, nearest first
-    D, I = np.take_along_axis(D, first, 1), np.take_along_axis(I, first, 1)
+    D, I = np.take_along_axis(exact.D, first, 1), np.take_along_axis(exact.I, first, 1)
     too_few = np.flatnonzero(inside.sum(1) < k)
     if len(too_few):
         again = knn(z[q[too_few]], z[b], k)
@@ -257,22 +254,27 @@ def _neighbours_within(z, q, b, exact, k):
     return Neighbours(D, I)
 
 # %% ../../nbs/experiments/02_runs.ipynb #execute
+PATH_EPOCHS = (1, 2, 5, 10, 20, 40, 80, 150)  # finished epochs after which the task `path` evaluates
+
+
 def run_experiment(
     config,  # RunConfig
     packs,  # folder of packs
     *,
     checkpoint=None,  # path of a checkpoint, from which a killed run resumes
     device=None,  # None: CUDA when there is one
+    path_epochs=PATH_EPOCHS,  # of the task `path`: finished epochs after which it evaluates
 ):  # DataFrame: one row for each query set and search setting, with the outcomes of the queries in list columns
     "Train, transform, search and evaluate one configuration."
-    if config.task == "index":
-        return sweep_index_settings(config, packs, checkpoint=checkpoint, device=device)
-    if config.task == "curve":
-        return sweep_strengths(config, packs, checkpoint=checkpoint, device=device)
+    sweeps = {"index": sweep_index_settings, "curve": sweep_strengths, "tuning": evaluate_candidates}
+    if config.task in sweeps:
+        return sweeps[config.task](config, packs, checkpoint=checkpoint, device=device)
     if config.task == "path":
-        return evaluate_path(config, packs, checkpoint=checkpoint, device=device)
-    if config.task == "tuning":
-        return evaluate_candidates(config, packs, checkpoint=checkpoint, device=device)
+        return evaluate_path(config, packs, checkpoint=checkpoint, device=device, epochs=path_epochs)
+    if config.task not in ("unseen", "in_distribution"):
+        raise InputError(
+            f"task must be unseen, in_distribution, path or one of {', '.join(sweeps)}; got {config.task!r}"
+        )
     run = _prepare(config, packs, checkpoint, device)
     z = run.adapt(run.es.x)
     rows = _seen_result(config, run, z)
@@ -319,7 +321,6 @@ def _result_rows(config, run, query_set, es, z, q, g, outcomes):
     ]
 
 # %% ../../nbs/experiments/02_runs.ipynb #cc702b28
-PATH_EPOCHS = (1, 2, 5, 10, 20, 40, 80, 150)  # finished epochs after which the task `path` evaluates
 JointRows = namedtuple("JointRows", "x y fit seen_gallery seen_queries unseen_gallery unseen_queries")
 
 
@@ -352,20 +353,6 @@ def list_searches(
         ("unseen", "own", rows.unseen_queries, rows.unseen_gallery),
         ("unseen", "mixed", rows.unseen_queries, mixed),
     ]
-
-
-def _search_index(z, y, queries, gallery, protocol, rng):
-    "LP@k through the index (nq,), and AR@k against the exact neighbours (nq,); leave-one-out goes by folds."
-    k, folds = protocol.index.k, [np.arange(len(queries))]
-    if np.isin(queries, gallery).all():
-        folds = row_split(y[queries], rng, fractions=(1 / protocol.folds,) * protocol.folds)
-    hit, recall = np.empty(len(queries), np.float32), np.empty(len(queries), np.float32)
-    for fold in folds:
-        q = queries[fold]
-        b = np.setdiff1d(gallery, q)
-        exact = knn(z[q], z[b], k)
-        hit[fold], recall[fold] = _index_outcomes(z[q], z[b], y[q], y[b], protocol.index, exact)
-    return hit, recall
 
 # %% ../../nbs/experiments/02_runs.ipynb #201ec6df
 @contextmanager
@@ -413,46 +400,66 @@ def evaluate_path(
     *,
     checkpoint=None,  # path of a checkpoint, from which a killed run resumes
     device=None,  # None: CUDA when there is one
+    epochs=PATH_EPOCHS,  # finished epochs after which it evaluates
 ):  # DataFrame: one row for each query set, gallery and epoch, with the outcomes of the queries in list columns
-    "LP@1 and capture rate in both galleries, at the start of a training (epoch 0) and after each of `PATH_EPOCHS`."
+    "LP@1 and capture rate in both galleries, at the start of a training (epoch 0) and after some of its epochs."
     data = _load_and_split(config, packs)
     joint, tables = _join_rows(data), []
     if config.strength != 1:
         return pd.DataFrame(_rows_at_strength(config, data, joint, device))
     n_epochs = config.train.epochs if config.train else 0
-    last = max(e for e in (0, *PATH_EPOCHS) if e <= n_epochs)
-    for training, z in _adapted_at_epochs(config, data, joint, PATH_EPOCHS, checkpoint, device):
+    last = max(e for e in (0, *epochs) if e <= n_epochs)
+    for training, z in _adapted_at_epochs(config, data, joint, epochs, checkpoint, device):
         tables += _path_rows(config, data, joint, z, training, is_last=training["epoch"] == last)
     return pd.DataFrame(tables)
 
 # %% ../../nbs/experiments/02_runs.ipynb #c44d8a6a
+_FROZEN_NEIGHBOURS = {}  # searches of frozen embeddings, which the runs of one process share
+
+
+def _exact_neighbours(z, rows, queries, gallery, key):
+    "The exact neighbours of some rows; frozen rows are searched once."
+    if z is rows.x and key in _FROZEN_NEIGHBOURS:
+        return _FROZEN_NEIGHBOURS[key]
+    found = knn_among_rows(z, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES)
+    if z is rows.x:
+        _FROZEN_NEIGHBOURS[key] = found
+    return found
+
+
 def _path_rows(config, data, rows, z, training, is_last, gallery_kinds=("own", "mixed")):
     "The stored rows of one epoch: one for each query set and gallery."
     none, origin, table = np.empty(0, np.float32), _run_columns(config, data), []
     for query_set, gallery_kind, q, b in list_searches(rows):
         if gallery_kind not in gallery_kinds:
             continue
-        found = label_hits(z, rows.y, q, b)
+        key = (origin["packs"], config.benchmark, config.protocol, config.split_seed, config.center, query_set)
+        found = _exact_neighbours(z, rows, q, b, (*key, gallery_kind))
+        hit, neighbour = lp_at_k(found, rows.y[b], rows.y[q]), b[found.I[:, 0]]
         ivf_hit = ivf_ar = none
         if is_last:
-            ivf_hit, ivf_ar = _search_index(z, rows.y, q, b, data.protocol, spawn_rngs(config.split_seed).eval)
+            folds = [np.arange(len(q))]
+            if np.isin(q, b).all():  # leave-one-out
+                shares = (1 / data.protocol.folds,) * data.protocol.folds
+                folds = row_split(rows.y[q], spawn_rngs(config.split_seed).eval, fractions=shares)
+            ivf_hit, ivf_ar = _search_index(z, rows.y, q, b, found, data.protocol.index, folds)
         is_capture_defined = (query_set, gallery_kind) == ("unseen", "mixed")
-        captured = np.float32(np.isin(found.neighbour, rows.fit)) if is_capture_defined else none
+        captured = np.float32(np.isin(neighbour, rows.fit)) if is_capture_defined else none
         row = dict(
             query_set=query_set,
             gallery_kind=gallery_kind,
             n=len(q),
             gallery=len(b),
-            lp_at_1=float(found.hit.mean()),
+            lp_at_1=float(hit.mean()),
             capture_rate=float(captured.mean()) if len(captured) else float("nan"),
             lp_at_1_ivf=float(ivf_hit.mean()) if is_last else float("nan"),
             ar_at_1=float(ivf_ar.mean()) if is_last else float("nan"),
             displacement=float(displacement(z[q], rows.x[q]).mean()) if z.shape == rows.x.shape else float("nan"),
             query=np.int32(q),
             query_class=np.int32(rows.y[q]),
-            hit=np.float32(found.hit),
+            hit=np.float32(hit),
             captured=captured,
-            neighbour=np.int32(found.neighbour) if is_last else np.empty(0, np.int32),
+            neighbour=np.int32(neighbour) if is_last else np.empty(0, np.int32),
             ivf_hit=ivf_hit,
             ivf_ar=ivf_ar,
         )
@@ -493,7 +500,7 @@ def evaluate_candidates(
         epochs, strengths = (config.epoch,), (config.strength,)
     elif config.method == "frozen":
         strengths = (0.0,)
-    is_choice = PROTOCOLS[config.protocol].held_out
+    is_choice = get_protocol(config.protocol).held_out
     for training, z in _adapted_at_epochs(config, data, rows, epochs, checkpoint, device):
         if training["epoch"] not in epochs:  # the start of a training
             continue

@@ -32,7 +32,7 @@ def named_sections(entry):
 # (heading, newline, text) of each section on both pages of the audit
 SECTIONS = [
     section.partition("\n")
-    for name in ("08_audit", "09_deviations")
+    for name in ("13_audit", "14_deviations")
     for section in re.split(r"^## ", markdown_of(name), flags=re.M)[1:]
 ]
 HEADINGS = {heading for heading, _, _ in SECTIONS}

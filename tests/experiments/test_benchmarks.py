@@ -13,13 +13,10 @@ import pytest
 import torch
 from bench_contenders import broken_import, exiting, failing, recording
 
-from ega.data.datasets import patch_torchvision
 from ega.experiments.summary import speed_ratios
 from ega.method.active_ratio import (
     index_rows_by_class,
-    random_batch_triplets,
     random_dataset_triplets,
-    triplet_active_ratio,
 )
 from ega.method.adapters import ReleasedEGA
 
@@ -122,22 +119,6 @@ def test_whole_set_contenders_have_equal_gradients(start):
     )
 
 
-def test_in_batch_contenders_have_equal_gradients(start):
-    from pytorch_metric_learning import losses, reducers
-
-    from ega.method.training import batch_triplet_objective
-
-    rows = torch.arange(0, 240, 2)
-    t, (plain, ours) = random_batch_triplets(start.y[rows], gen=seeded()), blocks(start)
-    z = plain(start.x[rows])
-    pml = losses.TripletMarginLoss(margin=0.6, reducer=reducers.MeanReducer())
-    assert_same(
-        gradient(ours, batch_triplet_objective(0.6)(ours, start.x, start.y, rows, seeded()).loss),
-        gradient(plain, torch.nn.TripletMarginLoss(margin=0.6)(z[t.a], z[t.p], z[t.n])),
-        gradient(plain, pml(plain(start.x[rows]), start.y[rows], tuple(t))),
-    )
-
-
 def test_supcon_contenders_have_equal_gradients(start):
     from pytorch_metric_learning.losses import SupConLoss
 
@@ -150,114 +131,6 @@ def test_supcon_contenders_have_equal_gradients(start):
         gradient(plain, benchmarks._torch_supcon_loss(plain(rows), y)),
         gradient(plain, SupConLoss(temperature=0.07)(plain(rows), y)),
     )
-
-
-def test_nca_contenders_have_equal_gradients(start):
-    from pytorch_metric_learning.losses import NCALoss
-
-    from ega.method.losses import nca
-
-    plain, ours = blocks(start)
-    rows, y = start.x[::2], start.y[::2]
-    assert_same(
-        gradient(ours, nca(ours(rows), y, tau=0.07)),
-        gradient(plain, benchmarks._torch_nca_loss(plain(rows), y)),
-        gradient(plain, NCALoss(softmax_scale=1 / 0.14)(plain(rows), y)),
-    )
-
-
-def test_torch_adapter_has_no_sparse_backward(start):
-    plain, ours = blocks(start)
-    assert type(plain.branch[0]) is torch.nn.Linear and not isinstance(plain.branch, type(ours.branch))
-    assert plain.training and torch.allclose(plain(start.x), ours(start.x), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch_dataloader_dataset_triplets",
-        "torch_dataset_triplets",
-        "torch_batch_triplets",
-        "torch_supcon",
-        "torch_nca",
-        "pml_one_triplet_per_anchor",
-        "pml_all_triplets",
-        "pml_supcon",
-        "pml_nca",
-        "pml_trainer",
-        "ega_dataset_triplets",
-        "ega_batch_triplets",
-        "ega_supcon",
-        "ega_nca",
-    ],
-)
-def test_training_contenders_train_from_the_same_state(tmp_path, start, monkeypatch, name):
-    "Each repeat starts from the same weights and moves them by about the learning rate a step."
-    made, block = [], benchmarks.torch_released_ega
-    monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
-
-    class Ours(ReleasedEGA):
-        def __init__(self, *args, **kw):
-            super().__init__(*args, **kw)
-            made.append(self)
-
-    monkeypatch.setattr("ega.method.adapters.ReleasedEGA", Ours)
-    torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
-    job = getattr(benchmarks, name)(SMALL, tmp_path)
-    job.prepare()
-    assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())
-    returned = job.run()
-    moved = max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items())
-    assert 1e-4 < moved < 1e-3 and job.n_units in (3, 3.75)
-    if name.startswith("ega_"):
-        assert 0 < returned["rho"] <= 1
-
-
-@pytest.mark.parametrize("name", ["sentence_transformers_dataset_triplets", "sentence_transformers_batch_triplets"])
-def test_sentence_transformers_trains_from_the_same_state(tmp_path, start, monkeypatch, name):
-    patch_torchvision()  # a broken one would keep sentence-transformers from being imported
-    pytest.importorskip("sentence_transformers")
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    made, block = [], benchmarks.torch_released_ega
-    monkeypatch.setattr(benchmarks, "torch_released_ega", lambda *args: made.append(block(*args)) or made[-1])
-    torch.save(start.state, tmp_path / "warm-240-32-12-64-64.pt")
-    job = getattr(benchmarks, name)(SMALL, tmp_path)
-    job.prepare()
-    job.run()
-    job.prepare()
-    assert all(torch.equal(v, start.state[k]) for k, v in made[-1].state_dict().items())  # every repeat starts afresh
-    job.run()
-    assert 1e-4 < max((v - start.state[k]).abs().max() for k, v in made[-1].state_dict().items()) < 1e-3
-
-
-def test_item_triplets_draw_as_the_released_code():
-    items = benchmarks.PerItemTripletDataset(torch.eye(6), np.array([0, 0, 1, 1, 2, 2]))
-    drawn = np.array([items.draw(0) for _ in range(300)])
-    assert set(drawn[:, 0]) == {0, 1} and set(drawn[:, 1]) == {2, 3, 4, 5}  # the anchor may be its own positive
-    assert all(torch.equal(a, torch.eye(6)[4]) for a in items[4][:1])
-
-
-@pytest.mark.parametrize("rho", [0.05, 0.3, 1.0])
-def test_margin_for_reaches_the_active_ratio(start, rho):
-    t = random_dataset_triplets(index_rows_by_class(start.y), torch.arange(240), gen=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
-    assert abs(triplet_active_ratio(z, t, benchmarks.margin_for_active_ratio(start, rho)).rho - rho) < 0.01
-
-
-def test_floors_count_the_rows_of_a_step(start):
-    "Against brute force on the first step of the epoch that is replayed."
-    for draw in (benchmarks._whole_set_draw(start), benchmarks._in_batch_draw(start)):
-        steps = benchmarks.count_distinct_and_active_rows(start, draw)
-        gen = torch.Generator().manual_seed(1)
-        rows = torch.randperm(240, generator=gen).split(64)[0]
-        t, forward = draw(rows, gen)
-        with torch.no_grad():
-            z = benchmarks.torch_released_ega(32, 64, start.state)(start.x)
-        still = [i for i in range(len(t.a)) if (z[t.a[i]] - z[t.p[i]]).norm() + 0.6 > (z[t.a[i]] - z[t.n[i]]).norm()]
-        touched = {int(part[i]) for part in t for i in still}
-        assert steps[0] == (len(set(forward.tolist())), len(touched)) and len(steps) == 4
 
 
 def test_search_contenders_find_the_same_neighbours():
@@ -278,38 +151,6 @@ def test_search_contenders_find_the_same_neighbours():
 # -- a whole fit -------------------------------------------------------------------------------------------
 
 FIT = dict(n=300, d=16, classes=20, limit_s=30, batch=60, lr=1e-3, new_process=True, busy=1)
-
-
-def test_fit_clock_counts_no_measurement_and_ends_at_target_or_limit(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: now[0])
-    labels = np.repeat(np.arange(5), 2)
-    good = np.eye(5, dtype=np.float32)[labels]
-    lines = {"good": good, "bad": np.roll(good, 1, axis=0)}  # LP@1 of 1 and 0
-    data = benchmarks.FitData(None, None, good, labels)
-
-    def pass_and_transform(name):
-        def transform(x):
-            now[0] += 50  # a measurement
-            return lines[name]
-
-        return transform
-
-    clock = benchmarks.FitClock(data, 10, target=0.5)
-    clock.start()
-    over = []
-    for name in ("bad", "bad", "good"):
-        now[0] += 1
-        over.append(clock.is_over(pass_and_transform(name)))
-    clock.stop()
-    assert over == [False, False, True] and clock.wall_s == 3 and clock.lp_at_1 == 1
-
-    clock = benchmarks.FitClock(data, 10, target=0.5)
-    clock.start()
-    for seconds, over in ((9.5, False), (1, True)):
-        now[0] += seconds
-        assert clock.is_over(pass_and_transform("bad")) == over
-    assert clock.lp_at_1 == 0
 
 
 # -- ratios, table, command --------------------------------------------------------------------------------
@@ -351,16 +192,6 @@ def test_ratios_are_formed_within_a_round():
     )
     assert np.allclose(r.best, [1, 6, 1.5]) and np.allclose(r.best_over_floor, [6, 1, 4])  # 1.5, .25 and 1 s a unit
     assert ratios.rounds.tolist() == [2] * 3 and (speed_ratios(worked(), "halves").reference == "halves").all()
-
-
-def test_groups_are_complete():
-    for name, g in benchmarks.GROUPS.items():
-        assert (
-            {g.reference} | ({g.floor} - {None}) <= set(g.contenders) and g.sizes and g.quick_sizes and g.repeats >= 3
-        ), name
-        assert all(len(n) <= 24 for n in g.contenders) and all(
-            getattr(benchmarks, f.__name__) is f for f in g.contenders.values()
-        )
 
 
 def test_every_contender_runs(tmp_path):

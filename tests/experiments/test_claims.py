@@ -162,16 +162,11 @@ def test_rank_correlations_are_taken_within_benchmarks_or_within_methods(outcome
         assert not np.isclose(*found.values())
 
 
-def test_missing_results_and_unreadable_rules_are_named(outcomes, tmp_path):
+def test_missing_results_are_named(outcomes):
     with pytest.raises(InputError, match="lda has no results on cub100 after epoch None; finish the grid first"):
         outcomes.value("cub100", "unseen", "own", "lda")
     with pytest.raises(InputError, match="supcon has no results on mean after epoch 80"):
         outcomes.change("mean", "unseen", "own", "supcon", epoch=80)
-    for rule in ("low >= 0", "low", "middle > 0", "low > zero"):
-        text = CLAIMS.read_text().replace('held = "low > -1"', f'held = "{rule}"', 1)
-        (tmp_path / "claims.toml").write_text(text)
-        with pytest.raises(InputError, match="ega_preserves: a rule must be such as 'low > 0'"):
-            load_claims(tmp_path / "claims.toml")
 
 
 TUNED = ("wccn", "lda", *TRAINED, "whitened_supcon")

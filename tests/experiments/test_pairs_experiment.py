@@ -14,13 +14,11 @@ from ega.data.relevance import RelevanceSet, read_relevance_set
 from ega.experiments.pairs import (
     DENSE_HEAD,
     ESTIMATES,
-    LENGTHS,
     LLAMA_INDEX,
     PEERS,
     Adapted,
     add_estimates,
     choose,
-    fit_in_batch,
     in_batch_loss,
     lr_share,
     make_split,
@@ -91,13 +89,6 @@ def test_llama_index_takes_the_first_document_of_each_query_in_order():
     assert not np.array_equal(train_in_batch(config, QUERIES, DOCUMENTS, more), one)
 
 
-def test_side_of_the_map():
-    assert fit_in_batch(replace(LLAMA_INDEX, lr=1e-2), QUERIES, DOCUMENTS, PAIRS).documents is DOCUMENTS
-    adapted = fit_in_batch(replace(DENSE_HEAD, lr=1e-2), QUERIES, DOCUMENTS, PAIRS)
-    matrix = train_in_batch(replace(DENSE_HEAD, lr=1e-2), QUERIES, DOCUMENTS, PAIRS)
-    assert np.allclose(adapted.documents, normalize(DOCUMENTS @ matrix), atol=1e-6)
-
-
 @pytest.mark.parametrize("on_sphere", [False, True])
 @pytest.mark.parametrize("length", [0.2, 0.6, 1.5])
 def test_nudge_is_the_best_of_all_moves_of_its_length(on_sphere, length):
@@ -117,11 +108,6 @@ def test_nudge_is_the_best_of_all_moves_of_its_length(on_sphere, length):
         allowed = np.linalg.norm(tried - DOCUMENTS[document], axis=1) <= length
         assert allowed.sum() > 50
         assert (tried[allowed] @ total).max() <= moved[document] @ total + 1e-5
-
-
-def test_nudge_leaves_a_document_that_equals_its_queries():
-    same = nudge(DOCUMENTS, DOCUMENTS, np.array([(0, 0, 1)]), 0.5, on_sphere=True)
-    assert np.allclose(same, DOCUMENTS, atol=1e-6)
 
 
 def test_search_is_by_inner_product():
@@ -145,11 +131,6 @@ def test_choice_is_made_on_queries_that_were_not_fitted():
     assert choose(["reverse", "keep", "reverse"], fit, QUERIES, DOCUMENTS, PAIRS) == "keep"
     assert all(len(rows) == 64 for rows in seen) and len(seen) == 3  # four fifths of 80 queries
     assert choose(["only"], None, QUERIES, DOCUMENTS, PAIRS) == "only"
-
-
-def test_every_peer_that_chooses_has_its_default_among_the_settings():
-    assert PEERS["LlamaIndex, chosen"][1][0] == LLAMA_INDEX and PEERS["dense head, chosen"][1][0] == DENSE_HEAD
-    assert len(PEERS["LlamaIndex, chosen"][1]) == 6 and LENGTHS[0] == 0 and len(LENGTHS) == 25
 
 
 @pytest.mark.parametrize("kind", ["own", "query", "document"])

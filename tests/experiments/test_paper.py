@@ -198,15 +198,6 @@ def test_published_numbers_are_in_the_row_of_their_method(built, name, artefact,
     ]  # the published tables were made with this form
 
 
-def test_training_on_queries_is_marked(built):
-    t = table(built / "tables/in_distribution.md").set_index("the paper's name")
-    assert (
-        t.loc["ICon", "paper: CIFAR-100"].endswith("†")
-        and not t.loc["EGA", "paper: CIFAR-100"].endswith("†")
-        and not t.loc["ICon", "paper: ImageNet-1K"].endswith("†")
-    )
-
-
 @pytest.mark.parametrize("name", ["in_distribution", "recall"])
 def test_our_and_published_numbers_share_no_column(built, name):
     ours, theirs = (
@@ -234,19 +225,6 @@ def test_our_numbers_equal_stored_outcomes(built, stored):
         assert np.allclose(values["mean"], mean, atol=1e-3)
     captured = t[(t.metric == "capture_rate") & (t.benchmark == "cub100")].set_index("method").value
     assert captured["lda"] == pytest.approx(100 * last.query("method == 'lda'").capture_rate.max())
-
-
-def test_figures_read_the_path_of_every_method(built, stored):
-    paths = pd.read_csv(built / "tables/paths.csv")
-    assert set(paths.benchmark) == {"mean"} and set(paths.epoch) == set(stored[1]["main"].epoch) == {0, 1, 2, 5, 10}
-    quantities = pd.read_csv(built / "tables/quantities.csv").set_index(["benchmark", "method", "epoch"])
-    row = stored[1]["main"].query("benchmark == 'grocery' and method == 'lora_triplet' and epoch == 5").iloc[0]
-    assert quantities.active_ratio["grocery", "lora_triplet", 5] == pytest.approx(row.active_ratio, abs=1e-4)
-
-
-def test_controls_have_a_line_for_each_stored_closed_form(built):
-    t = table(built / "tables/controls.md")
-    assert t["method"].tolist() == ["centred WCCN", *(f"dial {g}" for g in (0.15, 0.3, 0.5, 0.7, 1))]
 
 
 def test_sources_json_describes_stored_runs(built):
@@ -285,15 +263,6 @@ def test_the_report_asks_for_verdicts_that_exist():
     asked = re.findall(r'(?:verdicts-of|choose)\("(\w+)"(?:, of: "([^"]*)")?', text)
     assert {name for name, _ in asked} == set(claims.EFFECTS)
     assert all(form in claims.EFFECTS[name] for name, form in asked)
-
-
-def test_short_training_is_compared_with_long_training(stored, names):
-    whole = claims.read_outcomes(stored[0])
-    t = names["lengths"](whole, whole).set_index(["method", "length", "gallery"])
-    assert len(t) == 10 * 2 * 2
-    for m in ("ega_paper", "supcon"):
-        change = whole.change("mean", "unseen", "own", m)
-        assert t.estimate[m, "short", "own"] == t.estimate[m, "long", "own"] == change[0]
 
 
 def test_figure_titles_count_intervals(built):
@@ -365,7 +334,7 @@ def test_command_does_not_change_notebooks_or_report_source(tmp_path):
 
 def test_runs_with_different_indexes_raise(tmp_path):
     def other_index(f):
-        f.loc[f["method"] == "ega_paper", "nlist"] = 50
+        f.loc[f["method"] == "ega_released", "nlist"] = 50
         return f
 
     store(tmp_path / "r", "in_distribution", grids.GRIDS["quick"]["in_distribution"].configs(), other_index)
@@ -390,18 +359,16 @@ def test_tables_of_other_results_raise(stored, built, tmp_path):
 
 def test_numbers_of_a_chapter_need_its_results(tmp_path):
     "A chapter whose results are the committed ones gives its numbers; one with other results is left out."
-    results, committed = tmp_path / "r", ROOT / "data/results/subspace.csv"
+    results, clusters = tmp_path / "r", ROOT / "data/results/pairs_clusters.csv"
     results.mkdir()
-    for file in (committed, committed.with_name("subspace_path.csv")):
+    for file in (clusters, clusters.with_name("pairs.parquet")):
         shutil.copy(file, results)
     with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
         paper.run_notebook(PAGES / "05_numbers.ipynb")
     numbers = json.loads((tmp_path / "tables/chapters.json").read_text())
-    share = pd.read_csv(committed).pivot(index=["benchmark", "epochs"], columns="group", values="share")
-    ratio = share.unseen / share.seen
-    assert set(numbers) == {"subspace"}
-    assert numbers["subspace"]["over_seen"] == pytest.approx([ratio.min(), ratio.max()], abs=1e-5)
-    (results / "subspace.csv").write_text(committed.read_text().replace("0.", "1.", 1))
+    runs = pd.read_parquet(results / "pairs.parquet", columns=["set", "kind", "seed"]).drop_duplicates()
+    assert set(numbers) == {"pairs"} and numbers["pairs"]["partitions"] == (runs.kind == "document").sum()
+    (results / clusters.name).write_text(clusters.read_text().replace("0.", "1.", 1))
     with paper.environment(PAGES, EGA_RESULTS=results, EGA_PAPER=tmp_path):
         paper.run_notebook(PAGES / "05_numbers.ipynb")
     assert json.loads((tmp_path / "tables/chapters.json").read_text()) == {}
@@ -441,43 +408,6 @@ def test_speed_is_median_ratio_within_rounds(names, tmp_path):
     assert names["speed_table"](tmp_path / "none.parquet") == (None, None)
 
 
-def test_rival_changes_and_margin_correlation(names, tmp_path):
-    rows = store(tmp_path, "rivals", list(grids.GRIDS["full"]["rivals"].configs()))
-    t = names["rival_changes"](rows).set_index("method")
-    wide = rows[rows["query_set"] == "unseen"].pivot(index="method", columns="benchmark", values="lp_at_1")
-    change = 100 * (wide - wide.loc["frozen"])
-    assert set(t.index) == set(method_config.BASELINES) and all(
-        t.loc[m, "unseen"] == pytest.approx(change.loc[m].mean(), abs=1e-3)
-        and t.loc[m, "worst"] == pytest.approx(change.loc[m].min(), abs=1e-3)
-        for m in t.index
-    )
-    made = pd.DataFrame(
-        {
-            "method": [f"ega_released margin={v}" for v in (0.1, 0.2, 0.3)] + ["ega_released hidden=8"],
-            "query_set": "unseen",
-            "benchmark": "cub100",
-            "active_ratio_final": [0.1, 0.2, 0.3, 0.4],
-            "lp_at_1": [0.9, 0.8, 0.7, 1.0],
-        }
-    )
-    assert names["margin_correlation"](made) == {"cub100": -1.0}
-
-
-def test_tuned_changes_stand_beside_those_at_one_setting(stored, names):
-    whole, rng = claims.read_outcomes(stored[0]), np.random.default_rng(0)
-    other = claims.Outcomes.__new__(claims.Outcomes)
-    other.replicates = {key: values + rng.normal(size=values.shape) for key, values in whole.replicates.items()}
-    t = names["tuned_changes"](whole, other)
-    assert set(t.method) == set(method_config.MAIN_METHODS) - {"frozen"} and t.gain.is_monotonic_decreasing
-    for r in t.itertuples():
-        for suffix, outcomes in (("", whole), ("_once", other)):
-            of = {q: outcomes.change("mean", q, "mixed", r.method) for q in ("unseen", "seen")}
-            of["gain"] = (of["unseen"] + of["seen"]) / 2
-            for name, values in of.items():
-                found = [getattr(r, f"{name}{suffix}{end}") for end in ("", "_low", "_high")]
-                assert np.allclose(found, [values[0], *np.percentile(values[1:], [2.5, 97.5])])
-
-
 def test_the_paper_s_other_tables_have_published_and_stored_numbers(built, names, stored):
     for name in names["COUNTERPARTS"]:
         csv = pd.read_csv(built / f"tables/{name}.csv", dtype=str, keep_default_na=False)
@@ -493,21 +423,6 @@ def test_the_paper_s_other_tables_have_published_and_stored_numbers(built, names
     assert (
         pd.read_csv(built / "tables/lora_rank.csv").query("method == 'LoRA+Triplet r=64'").lp_at_1.isna().all()
     )  # no sweep is stored: a dash, not a number
-
-
-def test_number_formats():
-    points, span, latex = tables.format_percentage_points, tables.format_interval, tables.latex_table
-    assert [points(v, True) for v in (1.26, -0.04, 0.04, np.nan, -12.35)] == [
-        "+1.3",
-        "0.0",
-        "0.0",
-        "–",
-        "−12.3",
-    ]  # -12.35 is just above in binary
-    assert span(-1, np.nan) == "" and span(-1, 1, True) == "[−1.0,\N{NO-BREAK SPACE}+1.0]"
-    assert r"50\% \& a\_b $\to$ $-$1 $\pm$ 2$\dagger$" in latex(["50% & a_b → −1 ± 2†"], []) and "[−1.0,~+1.0]".replace(
-        "−", "$-$"
-    ) in latex([span(-1, 1, True)], [])
 
 
 def test_report_source_contains_no_typed_results():

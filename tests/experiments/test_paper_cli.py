@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from test_runs import make_packs
 
-from ega.data.arrays import InputError
 from ega.experiments import cli
 from ega.experiments.grids import ResultStore
 from ega.experiments.runs import build_config, run_experiment
@@ -65,10 +64,6 @@ def test_outside_of_a_clone_is_bad_input(tmp_path, args):
     assert not any(tmp_path.iterdir())
 
 
-def test_unknown_arguments_give_exit_code_2():
-    assert run("reproduce", "--profile", "huge").returncode == 2 and run().returncode == 2
-
-
 def test_rerun_gives_the_stored_digits(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     run_id = ResultStore("data/results", "unseen").read().query("method == 'supcon'").run_id.iloc[0]
@@ -87,12 +82,6 @@ def test_rerun_fails_at_other_digits(root, monkeypatch, capsys, tmp_path):
     ResultStore(tmp_path, "unseen").write(changed.assign(machine="another"))
     assert cli.main(["rerun", frame.run_id[0], "--results", str(tmp_path)]) == 0
     assert cli.main(["rerun", "zz", "--results", str(tmp_path)]) == 2
-
-
-def test_find_repository_from_a_folder_inside_and_outside(root, tmp_path):
-    assert cli.find_repository(root / "data" / "packs") == root
-    with pytest.raises(InputError, match="clone"):
-        cli.find_repository(tmp_path)
 
 
 def test_headline_compares_new_digits_with_committed_ones(root, tmp_path):
@@ -115,16 +104,6 @@ def test_experiment_outside_of_the_profile_is_named(root, monkeypatch, capsys):
     assert "quick has no experiment rivals" in capsys.readouterr().err
     assert cli.main(["reproduce", "--profile", "full", "--experiments", "nothing"]) == 2
     assert "it has main, short, unseen" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("args", [("--epochs", "3"), ("--dry-run",), ("--packs", "x")])
-def test_options_of_a_protocol_need_one(root, monkeypatch, capsys, args):
-    monkeypatch.chdir(root)
-    assert cli.main(["reproduce", *args]) == 2
-    message = capsys.readouterr().err
-    assert args[0] in message and "--protocol" in message
-    with pytest.raises(SystemExit):
-        cli.main(["reproduce", "--profile", "full", "--protocol", "paper"])
 
 
 @pytest.mark.parametrize(

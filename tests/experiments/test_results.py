@@ -15,7 +15,7 @@ from ega.experiments.grids import GRIDS, read_results
 from ega.experiments.protocols import load_embedding_sets
 from ega.experiments.runs import INDEX_SETTINGS, STRENGTHS, RunConfig, platform_tag, run_experiment, use_one_thread
 from ega.experiments.summary import check_comparable, choose_settings
-from ega.method.config import METHODS, AdapterConfig, LossConfig, TrainConfig, parse_config
+from ega.method.config import AdapterConfig, LossConfig, TrainConfig, parse_config
 
 root = Path(__file__).resolve().parents[2]
 CURVES = ("margins",)
@@ -55,16 +55,6 @@ def assert_stored(name, rows):
     )
     assert set(stored) == set(configs), advice
     assert all(parse_config(RunConfig, json.loads(stored[i])) == configs[i] for i in configs), advice
-
-
-def test_moved_default_is_reported_with_advice(monkeypatch):
-    "A grid with one changed default has other run ids; the message says where to pin the old value."
-    rows = read_results(root / "data/results", "rivals", ["run_id", "config"])
-    assert_stored("rivals", rows)
-    moved = {k: m._replace(lr=2 * m.lr) for k, m in METHODS.items()}
-    monkeypatch.setattr(runs, "METHODS", moved)
-    with pytest.raises(AssertionError, match=r"pin the old value in ega.experiments.grids.GRIDS\['full'\]\['rivals'\]"):
-        assert_stored("rivals", rows)
 
 
 @pytest.mark.parametrize("name", GRIDS["full"])

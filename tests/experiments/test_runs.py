@@ -13,14 +13,12 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from test_benchmarks import alive, children
 
 from ega.data.arrays import InputError, normalize
 from ega.data.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.experiments import grids, runs
 from ega.experiments.grids import (
-    EQUAL_TUNING_GRID,
     GRIDS,
     Grid,
     ResultStore,
@@ -35,20 +33,15 @@ from ega.experiments.summary import (
     add_mean_over_benchmarks,
     choose_settings,
     format_path_changes,
-    format_summary,
     mean_change,
     path_changes,
     path_replicates,
-    provenance,
     summarize,
 )
 from ega.measure import search
 from ega.measure.evaluation import label_hits
-from ega.measure.metrics import cosine_std_of_negative_pairs
 from ega.method.closed_form import DiscriminantWhitening
-from ega.method.config import MAIN_METHODS, METHODS, parse_config, uses_gradient_training
-from ega.method.methods import fit_method
-from ega.testing import simplex_vertices
+from ega.method.config import METHODS, parse_config
 
 SMALL_TRAINING = dict(hidden=16, epochs=2)
 
@@ -184,18 +177,6 @@ def test_leave_one_out_equals_a_search_in_every_fold(crowd, k, monkeypatch):
     assert 0 < got.ivf_ar.mean() < 1 or crowd > 1
 
 
-def test_frozen_leave_one_out_equals_brute_force(packs):
-    r = (
-        run_experiment(build_config("unseen", "tiny200>cifar10", "frozen"), packs, device="cpu")
-        .set_index("query_set")
-        .loc["unseen"]
-    )
-    _, other = load_embedding_sets(build_config("unseen", "tiny200>cifar10", "frozen"), packs)
-    s = other.x @ other.x.T
-    np.fill_diagonal(s, -9)
-    assert np.isclose((other.y[s.argmax(1)] == other.y).mean(), r.lp_at_1, atol=1e-6) and r.displacement == 0
-
-
 def test_same_configuration_gives_same_digits_in_any_process(packs, tmp_path):
     configs = [build_config("unseen", "grocery", m, **SMALL_TRAINING) for m in ("ega_paper", "supcon", "lora_triplet")]
     a, b = ResultStore(tmp_path / "a", "unseen"), ResultStore(tmp_path / "b", "unseen")
@@ -295,59 +276,10 @@ def test_ctrl_c_inside_a_lock_of_the_pool_ends_the_grid(packs, tmp_path):
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
 
 
-def test_worker_uses_one_thread():
-    "So that a run has the same bits however many others run beside it."
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        grids._start_worker(os.getppid())
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def one_row(i):
     return pd.DataFrame(
         [dict(run_id=f"{i:016x}", query_set="unseen", benchmark="b", method="frozen", config="{}", lp_at_1=0.5)]
     )
-
-
-def test_merged_run_is_not_added_again(tmp_path):
-    store = ResultStore(tmp_path, "unseen")
-    store.add(one_row(1))
-    store.merge_parts()
-    store.add(one_row(1))
-    assert not store.parts.exists() and len(store.read()) == 1
-
-
-def test_parts_that_are_merged_while_they_are_listed_are_read_from_the_table(tmp_path, monkeypatch):
-    store, other = ResultStore(tmp_path, "unseen"), ResultStore(tmp_path, "unseen")
-    store.add(one_row(1))
-    glob = type(store.parts).glob
-
-    def merge_then_open(folder, pattern):  # another process merges between two steps of glob, which then fails
-        monkeypatch.setattr(type(store.parts), "glob", glob)
-        other.merge_parts()
-        raise FileNotFoundError(str(folder))
-
-    for read in (store.ids, store.read):
-        store.add(one_row(len(before := store.ids()) + 1))
-        monkeypatch.setattr(type(store.parts), "glob", merge_then_open)
-        assert len(read()) == len(before) + 1 and not store.parts.exists()
-
-
-def test_merge_parts_removes_temporary_files_of_finished_runs_only(tmp_path):
-    "The checkpoint of an unfinished run may be written at this moment and must stay."
-    store = ResultStore(tmp_path, "unseen")
-    store.add(one_row(1))
-    done, table, open_ = (
-        store.parts / f".{name}.x.tmp"
-        for name in (f"{1:016x}.safetensors", f"{2:016x}.parquet", f"{2:016x}.safetensors")
-    )
-    for p in (done, table, open_):
-        p.write_bytes(b"")
-    store.merge_parts()
-    assert list(store.parts.iterdir()) == [open_]
 
 
 def test_workers_exit_when_their_parent_is_killed(packs, tmp_path):
@@ -477,35 +409,6 @@ def test_summary_interval_equals_a_bootstrap_over_classes_then_queries(results):
     assert np.allclose([line.low, line.high], 100 * np.percentile(means, [2.5, 97.5]), atol=2.5)
 
 
-def test_no_line_breaks_between_an_estimate_and_its_interval(results):
-    summary = summarize(results, metrics=("lp_at_1",), n_boot=20)
-    cells = format_summary(summary, "unseen").to_numpy().ravel()
-    assert len(cells) and all("\N{NO-BREAK SPACE}[" in cell and " " not in cell for cell in cells)
-
-
-def test_summary_refuses_mixed_settings(results):
-    for column, value in (("nlist", 100), ("protocol", "released"), ("k", 5)):
-        mixed = results.copy()
-        mixed.loc[0, column] = value
-        with pytest.raises(InputError, match=f"different {column}"):
-            summarize(mixed)
-    with pytest.raises(InputError, match="frozen is missing"):
-        summarize(results[results.method != "frozen"])
-    with pytest.raises(InputError, match="splits of frozen"):
-        summarize(results[~((results.method == "frozen") & (results.split_seed == 0))])
-
-
-def test_provenance_names_hidden_and_epochs_only_where_runs_have_them(results):
-    untrained, trained = (results[results.method == m] for m in ("frozen", "supcon"))
-    assert "hidden 16, 2 epochs, protocol strict" in provenance(trained) and "hidden 16, 2 epochs" in provenance(
-        results
-    )
-    assert "hidden" not in provenance(untrained) and "epochs" not in provenance(untrained)
-    assert provenance(results).startswith(
-        f"{results.run_id.nunique()} runs: 2 methods on 2 benchmarks, splits 0, 42, seeds 0, 1, "
-    )
-
-
 def test_every_quick_run_is_a_run_of_the_full_profile():
     full = {config.run_id for grid in GRIDS["full"].values() for config in grid.configs()}
     for grid in GRIDS["quick"].values():
@@ -513,60 +416,6 @@ def test_every_quick_run_is_a_run_of_the_full_profile():
 
 
 # ---- protocols of the audit
-
-
-def test_leaked_protocol_differs_in_fit_rows_only(packs):
-    "Only the fit rows differ, and Split.check refuses the leaked split."
-
-    strict, closed, leaky = (
-        build_config("in_distribution", "grocery", "frozen", protocol=p) for p in ("strict", "gallery_fitted", "leaked")
-    )
-    es, other = load_embedding_sets(strict, packs)
-    a, b = (build_split(c, es, other) for c in (closed, leaky))
-    assert (
-        np.array_equal(a.seen_queries, b.seen_queries)
-        and np.array_equal(a.seen_gallery, b.seen_gallery)
-        and np.array_equal(a.fit, a.seen_gallery)
-    )
-    assert set(b.fit) == set(a.fit) | set(a.seen_queries) == set(range(len(es))) and not set(a.fit) & set(
-        a.seen_queries
-    )
-    with pytest.raises(InputError, match="fit and seen_queries share"):
-        b.check(es.y)
-    assert set(run_experiment(closed, packs).query_set) == set(run_experiment(leaky, packs).query_set) == {
-        "seen"
-    } and set(run_experiment(strict, packs).query_set) == {"seen", "seen_fit_gallery"}
-
-
-def test_default_temperature_is_the_spread_of_cosines(packs):
-    config = build_config("unseen", "cub100", "supcon", **SMALL_TRAINING)
-    es, other = load_embedding_sets(config, packs)
-    fit = build_split(config, es, other).fit
-    x, y = es.x[fit], es.y[fit]
-    adapted = [
-        fit_method(replace(config, loss=replace(config.loss, tau=tau)), x, y, device="cpu").history.loss
-        for tau in (None, cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)), 0.07)
-    ]
-    assert np.array_equal(adapted[0], adapted[1]) and not np.array_equal(adapted[0], adapted[2])
-    corners, four = np.repeat(simplex_vertices(4), 5, 0), np.repeat(np.arange(4), 5)
-    assert np.isfinite(
-        fit_method(replace(config, loss=replace(config.loss, tau=None)), corners, four, device="cpu").history.loss
-    ).all()
-
-
-def test_rank_applies_to_lora_only():
-    small, own = (
-        build_config("unseen", "cub100", "lora_triplet", rank=8),
-        build_config("unseen", "cub100", "lora_triplet"),
-    )
-    assert (
-        (small.adapter.rank, own.adapter.rank) == (8, 128)
-        and small.adapter.scale == own.adapter.scale == 2
-        and small.run_id != own.run_id
-    )
-    assert build_config("unseen", "cub100", "ega_paper", rank=8) == build_config("unseen", "cub100", "ega_paper")
-    with pytest.raises(InputError, match="protocol must be one of"):
-        build_config("unseen", "cub100", "ega_paper", protocol="loose")
 
 
 def test_sweep_changes_one_setting_and_names_it():
@@ -584,15 +433,6 @@ def test_sweep_changes_one_setting_and_names_it():
         and moved[2].adapter.rank == 8
     )
     assert len({c.run_id for c in (frozen, *moved, base)}) == 5
-
-
-def test_sweep_of_two_settings_covers_all_pairs():
-    grid = Grid("curve", ("cub100",), hidden=16, epochs=1, splits=(42,), seeds=(0,), protocol="held_out")
-    _, *moved = Sweep(grid, (("supcon", {"tau": (0.05, 0.1), "lr": (1e-4, 3e-4)}),)).configs()
-    assert [(c.loss.tau, c.train.lr) for c in moved] == [(0.05, 1e-4), (0.05, 3e-4), (0.1, 1e-4), (0.1, 3e-4)]
-    assert all(build_config("curve", "cub100", c.method, hidden=16, epochs=1, protocol="held_out") == c for c in moved)
-    with pytest.raises(InputError, match="no setting 'margin'"):
-        build_config("unseen", "cub100", "supcon margin=0.1")
 
 
 @pytest.mark.parametrize("benchmark", ["cub100", "grocery", "tiny200>cifar10"])
@@ -644,6 +484,16 @@ def test_end_of_a_path_equals_the_run(packs, method, benchmark, epochs):
         last = path.loc[(row.query_set, "own", epochs)]
         assert all(np.array_equal(last[c], getattr(row, c)) for c in ("query", "hit", "neighbour", "ivf_hit", "ivf_ar"))
         assert np.isclose(last.active_ratio, row.active_ratio_final) and np.isclose(last.loss, row.loss_history[-1])
+
+
+def test_a_path_evaluated_at_its_end_has_the_same_rows_there(packs):
+    "Frozen rows are searched once in a process; neither this nor fewer epochs changes a digit."
+    config = build_config("path", "tiny200>cifar10", "supcon", **SMALL_TRAINING)
+    every, end = (
+        run_experiment(config, packs, device="cpu", path_epochs=e).drop(columns="seconds") for e in ((1, 2), (2,))
+    )
+    assert sorted(set(every.epoch)) == [0, 1, 2] and sorted(set(end.epoch)) == [0, 2]
+    pd.testing.assert_frame_equal(every[every.epoch != 1].reset_index(drop=True), end)
 
 
 @pytest.mark.parametrize("benchmark", ["grocery", "cub100", "tiny200>cifar10"])
@@ -821,35 +671,6 @@ def test_choose_settings_takes_the_best_on_held_out_classes():
         choose_settings(pd.DataFrame(row("frozen", 0.0, 0.5, 0.5, "strict")), unseen_share=1)
 
 
-def test_choose_settings_names_the_epoch_and_chooses_on_each_split():
-    rows = [
-        dict(benchmark="cub100", split_seed=split, method="supcon tau=0.2", epoch=epoch, strength=strength)
-        | dict(query_set=q, lp_at_1=0.5 + gain / 100, protocol="held_out")
-        for split, best in ((42, (5, 0.25)), (0, (20, 1.0)))
-        for epoch in (5, 20)
-        for strength in (0.25, 1.0)
-        for q, gain in (("seen", 3), ("unseen", 9 if (epoch, strength) == best else 0))
-    ]
-    chosen = choose_settings(pd.DataFrame(rows), unseen_share=0.5).set_index("split_seed")
-    names = {0: "supcon tau=0.2 epoch=20 strength=1", 42: "supcon tau=0.2 epoch=5 strength=0.25"}
-    assert chosen.method.to_dict() == names and np.allclose(chosen[["seen", "unseen"]], [53, 59])
-    config = build_config("tuning", "cub100", names[42], epochs=20)
-    assert (config.epoch, config.strength, config.loss.tau, config.train.epochs) == (5, 0.25, 0.2, 20)
-
-
-def test_every_method_has_the_same_number_of_candidates():
-    assert set(EQUAL_TUNING_GRID) == set(MAIN_METHODS) - {"frozen"}
-    for method, settings in EQUAL_TUNING_GRID.items():
-        fits = np.prod([len(values) for values in settings.values()])
-        assert fits * (len(TUNING_EPOCHS) if uses_gradient_training(method) else 1) == 8
-        if uses_gradient_training(method):  # the value of the source of the method is among them
-            ((name, values),) = settings.items()
-            assert getattr(METHODS[method].loss, name) in values
-    choice = list(GRIDS["full"]["equal_tuning"].configs())
-    assert {c.protocol for c in choice} == {"held_out"} and {c.train.epochs for c in choice if c.train} == {20}
-    assert len({c.run_id for c in choice}) == len(choice) == 12 * (1 + 10 * 2 + 2 * 8)
-
-
 def test_a_tuned_grid_runs_each_choice_on_its_split_alone(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     lines = ["benchmark,split_seed,method,strength", "cub100,42,supcon epoch=2 strength=0.5,0.5", "grocery,0,wccn,1"]
@@ -894,34 +715,6 @@ def test_candidates_under_held_out_are_means_in_the_mixed_gallery(packs):
         assert means.lp_at_1[query_set, "mixed", 0, 1.0] == pytest.approx(path.lp_at_1[query_set, "mixed"], abs=2e-3)
     frozen = tuning_rows(packs, "frozen")
     assert set(frozen.index) == {(q, g, 0, 0.0) for q in ("seen", "unseen") for g in ("own", "mixed")}
-
-
-def test_reading_few_columns_keeps_all_rows(tmp_path):
-    rows = pd.DataFrame({"run_id": ["a", "a", "b", "b"], "query_set": ["seen", "unseen"] * 2, "lp_at_1": [0.5] * 4})
-    ResultStore(tmp_path, "x").write(rows)
-    assert len(ResultStore(tmp_path, "x").read(["lp_at_1"])) == 4 and list(
-        ResultStore(tmp_path, "x").read(["lp_at_1"])
-    ) == ["lp_at_1"]
-
-
-def test_table_is_read_from_the_file_that_was_opened(tmp_path, monkeypatch):
-    store, opened = ResultStore(tmp_path, "unseen"), grids.open_parquet
-    first, second = [
-        pd.DataFrame({"run_id": names, "query_set": "seen", "benchmark": "b", "method": "m", "config": "{}"})
-        for names in (["a"], ["b", "c"])
-    ]
-    store.write(first)
-
-    def replaced(path):
-        "Replace the table between reading its footer and its pages, as another process may."
-        f = opened(path)
-        store.write(second)
-        return f
-
-    monkeypatch.setattr(grids, "open_parquet", replaced)
-    assert store.read().run_id.tolist() == ["a"]
-    monkeypatch.undo()
-    assert store.read().run_id.tolist() == ["b", "c"]
 
 
 # ---- cached tables
@@ -982,24 +775,3 @@ def test_cached_table_recognises_its_keys(tmp_path, ending, arms):
         and list(table[keys].itertuples(index=False, name=None)) == made
         and table.value.isna().tolist() == [i == 1 for i in range(len(made))]
     )
-
-
-def test_cached_table_refuses_keys_it_could_not_resume(tmp_path):
-    one = dict(progress=False)
-    for arms in ([("a",), (1,)], [("a", 1)], [(None,)], []):
-        with pytest.raises(InputError, match="one type at each place"):
-            cached_table(tmp_path / "t.csv", arms, ("name",), dict, **one)
-    for made in ({"x": 1}, None, pd.DataFrame({"name": []})):
-        with pytest.raises(InputError, match="must hold it in name"):
-            cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: made, **one)
-    with pytest.raises(InputError, match="ends in .csv or .parquet"):
-        cached_table(tmp_path / "t.txt", [("a",)], ("name",), dict, **one)
-    with pytest.raises(InputError, match="must hold it in name"):
-        cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": "b"}, **one)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "t.csv").write_text("x\n1\n")
-    with pytest.raises(InputError, match="no column name"):
-        cached_table(tmp_path / "t.csv", [("a",)], ("name",), lambda n: {"name": n}, **one)
-    (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match="delete it"):
-        cached_table(tmp_path / "t.parquet", [("a",)], ("name",), lambda n: {"name": n}, **one)

@@ -34,7 +34,7 @@ from ega.data.arrays import InputError, normalize
 from ega.data.files import hash_arrays, read_json
 from ega.deploy import index, monitor, stores, transform
 from ega.experiments import cli as paper_cli
-from ega.experiments import grids, published, runs
+from ega.experiments import grids, runs
 from ega.method import training
 from ega.method.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
 from ega.method.config import config_to_dict, parse_config
@@ -807,25 +807,6 @@ def write_config(folder):
 
 READERS["configuration"] = Reader(
     write_config, lambda f: parse_config(runs.RunConfig, read_json(f / "c.json", "a configuration")).run_id
-)
-
-
-def write_published(folder):
-    repository(folder)
-    (folder / "data/published.csv").write_bytes((Path(__file__).parents[2] / "data/published.csv").read_bytes())
-    return ["data/published.csv"]
-
-
-READERS["published numbers"] = Reader(
-    write_published,
-    lambda f: str(
-        published.build_cells(published.read_published(f / "data/published.csv"), "tab:ood_summary", "strict")
-    )[:9999],
-)
-READERS["ega-paper reproduce --protocol"] = Reader(
-    write_published,
-    command("reproduce", "--protocol", "paper", "--experiments", "tab:ood_summary", "--dry-run"),
-    step=4,
 )
 
 

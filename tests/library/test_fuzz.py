@@ -260,7 +260,7 @@ def planted(folder):
 def test_nothing_is_unpickled(tmp_path, count):
     "Every reader of files on every payload; refused or read, no mark is left."
     from ega.deploy import index, monitor
-    from ega.experiments import grids, published
+    from ega.experiments import grids
     from ega.method import interface
 
     readers = [
@@ -273,7 +273,6 @@ def test_nothing_is_unpickled(tmp_path, count):
         lambda p: interface.read_adapter(Path(p), ""),
         index.AdaptedIndex.load,
         monitor.Monitor.load,
-        published.read_published,
         datasets.open_input_source,
         datasets.read_image_archive,
         datasets.read_csv_source,
