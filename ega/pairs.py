@@ -40,7 +40,7 @@ from ega.data.arrays import (
     short_repr,
     spawn_rngs,
 )
-from .data.files import hash_arrays
+from .data.files import hash_arrays, read_json
 from .data.relevance import check_pairs, queries_with_relevant
 from .data.threads import limit_threads
 from .estimator import EmbeddingAdapter, _BaseAdapter, _hash_rows_and_labels, _joint_fingerprint, _weights_path
@@ -929,7 +929,7 @@ def evaluate_pairs(
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """
-    check_number(confidence, "confidence", above=0, below=1)
+    check_number(confidence, "confidence", minimum=0.01, maximum=0.99)
     check_positive_int(random_state, "random_state", minimum=0)
     xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))

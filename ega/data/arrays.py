@@ -51,7 +51,12 @@ def import_optional(
 ) -> Any:  # the imported module
     "Import an optional package; if it is missing, raise an ImportError that names the extra which installs it."
     check_installed(module.split(".")[0], extra=extra)
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "") != module:  # something that the package needs is missing
+            raise
+        raise ImportError(f"this needs {module!r}; install it with: pip install 'ega[{extra}]'") from error
 
 
 def optional_class(

@@ -13,6 +13,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import secrets
 import shutil
@@ -97,6 +98,10 @@ def atomic_write(
     except OSError as error:
         error.filename = error.filename or str(path)  # where the disk is full the system names no file
         raise
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # what safetensors raises where the disk is full
+            raise
+        raise OSError(f"{path} cannot be written: {short_error(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -314,6 +319,17 @@ def open_npy(
         return np.lib.format.open_memmap(path, mode="r")
 
 # %% ../../nbs/data/02_files.ipynb #read-npz
+def _parse_npy(raw):
+    "The array in the bytes of a .npy file; ValueError unless they are as many as its header states."
+    f = io.BytesIO(raw)
+    version = np.lib.format.read_magic(f)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = header(f)
+    if math.prod(shape) * dtype.itemsize != len(raw) - f.tell():
+        raise ValueError(f"{len(raw):,} bytes do not hold {dtype} of shape {shape}")
+    return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
+
+
 def read_npz(
     path: Path | str,  # .npz file
     names: Sequence[str] | None = None,  # arrays to read; None: all
@@ -326,8 +342,5 @@ def read_npz(
         check_decompressed_size(path, sum(info.file_size for info in members.values()))
         arrays = {}
         for name, info in members.items():
-            member = io.BytesIO(archive.read(info))  # whole, so that its checksum is verified
-            arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-            if member.read(1):
-                raise ValueError(f"{info.filename} is longer than its header states")
+            arrays[name] = _parse_npy(archive.read(info))  # whole, so that its checksum is verified
         return arrays

@@ -148,7 +148,7 @@ def quantize(
     max_code: int = 127,  # int8: code of the largest entry of a row, 1 to 127; a smaller one gives a smaller file
 ) -> tuple[np.ndarray, np.ndarray]:  # (n, d) codes, (n,) float32 scales; code * scale are unit rows
     "Encode unit rows as codes of a given dtype and one scale for each row."
-    if dtype not in PACK_DTYPES or not 1 <= max_code <= 127:
+    if dtype not in PACK_DTYPES or max_code not in range(1, 128):
         raise InputError(f"dtype must be one of {PACK_DTYPES} and max_code in 1..127, got {dtype!r} and {max_code!r}")
     if dtype == "float32":
         return x, np.ones(len(x), np.float32)
@@ -480,6 +480,8 @@ def row_split(
     if min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
         raise InputError(f"fractions must be >= 0 and add up to 1, got {tuple(fractions)}")
     y = np.asarray(y)
+    if not (y >= 0).any():
+        raise InputError("y has no labelled rows; give the labels of some rows")
     groups = rows_by_class(y) if stratify else [np.flatnonzero(y >= 0)]
     parts: list[list[np.ndarray]] = [[] for _ in fractions]
     for group in groups:

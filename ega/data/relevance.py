@@ -403,7 +403,8 @@ def read_text_pairs(
         numbered = {f"{letter}{row}": text for row, text in enumerate(dict.fromkeys(texts))}
         sides.append(_text_source(Path(path).stem, numbered, [""] * len(numbered)))
     pairs = match_pairs(table, list(dict.fromkeys(table.queries)), list(dict.fromkeys(table.documents)))
-    return RelevanceTexts(*sides, pairs)
+    queries, documents = sides
+    return RelevanceTexts(queries, documents, pairs)
 
 # %% ../../nbs/data/08_relevance.ipynb #6484d57b
 def _with_prefix(source, prefix):
@@ -419,19 +420,73 @@ def _with_prefix(source, prefix):
 
 
 def embed_relevance(
-    texts: RelevanceTexts,  # from `read_beir` or `read_text_pairs`
-    encoder: Encoder | str | Path,  # or a name for `ega.data.encoders.load_encoder`
-    out: str | Path,  # folder for queries.parquet, documents.parquet and qrels.tsv
+    texts: RelevanceTexts,
+    encoder: Encoder | str | Path,
+    out: str | Path,
     *,
-    query_prefix: str | None = None,  # put before every query; None: that of the encoder, or none
-    document_prefix: str | None = None,  # put before every document
-    batch_size: int | None = None,  # this and the following as in `ega.data.embed.embed`
+    query_prefix: str | None = None,
+    document_prefix: str | None = None,
+    batch_size: int | None = None,
     dtype: str = "int8",
-    on_error: str = "raise",  # "skip": pairs of texts that cannot be encoded are left out
+    on_error: str = "raise",
     overwrite: bool = False,
     progress: bool = True,
-) -> RelevanceSet:  # as `read_relevance_set` reads it from `out`
-    "Embed queries and documents into a folder of packs; an interrupted call resumes."
+) -> RelevanceSet:
+    """Embed queries and documents into a folder of packs; an interrupted call resumes.
+
+    Parameters
+    ----------
+    texts : RelevanceTexts
+        From `read_beir` or `read_text_pairs`.
+    encoder : Encoder, str or Path
+        An object with the members of `ega.data.encoders.Encoder`, or a name for `ega.data.encoders.load_encoder`.
+    out : str or Path
+        Folder for ``queries.parquet``, ``documents.parquet`` and ``qrels.tsv``.
+    query_prefix, document_prefix : str, optional
+        Text put before every query or document. By default the attribute of that name of the encoder, or none.
+    batch_size : int, optional
+        Texts encoded at once, as in `ega.data.embed.embed`.
+    dtype : {"int8", "float16", "float32"}, default "int8"
+        Type of the numbers in the packs.
+    on_error : {"raise", "skip"}, default "raise"
+        What to do with a text that cannot be encoded, such as an empty one. Pairs of skipped texts are left out.
+    overwrite : bool, default False
+        Replace packs in the folder.
+    progress : bool, default True
+        Show a bar for each side.
+
+    Returns
+    -------
+    RelevanceSet
+        The set, as `read_relevance_set` reads it from `out`.
+
+    Raises
+    ------
+    InputError
+        If the encoder takes images, a text cannot be encoded, or the folder holds packs.
+
+    See Also
+    --------
+    ega.data.embed.embed : What embeds each side.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from ega.data.relevance import embed_relevance, read_text_pairs
+    >>> class LetterCounts:
+    ...     modality, name, preprocessing, weights = "text", "letters", "lower case", "none"
+    ...     def prepare(self, text):
+    ...         return [text.lower().count(c) for c in "abc"]
+    ...     def encode(self, batch):
+    ...         return np.array(batch, "float32")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "pairs.csv"
+    ...     _ = path.write_text("query,document\\na cab,cabs\\nbach,a fugue by Bach\\n")
+    ...     embed_relevance(read_text_pairs(path), LetterCounts(), Path(folder) / "set", progress=False)
+    RelevanceSet(2 queries, 2 documents, 2 pairs, 3-d)
+    """
     folder = Path(out)
     encoder = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
     prefixes = {"queries": (query_prefix, "query_prefix"), "documents": (document_prefix, "document_prefix")}
@@ -451,7 +506,9 @@ def embed_relevance(
         (folder / "qrels.tsv").unlink(missing_ok=True)  # as in write_relevance_set
     queries, documents = read_pack(folder / "queries.parquet"), read_pack(folder / "documents.parquet")
     query_ids, document_ids = (np.array(source.ids, dtype=object) for source in texts[:2])
-    by_id = PairTable(query_ids[texts.pairs[:, 0]], document_ids[texts.pairs[:, 1]], texts.pairs[:, 2])
+    by_id = PairTable(
+        query_ids[texts.pairs[:, 0]].tolist(), document_ids[texts.pairs[:, 1]].tolist(), texts.pairs[:, 2].tolist()
+    )
     pairs = match_pairs(by_id, queries.ids.tolist(), documents.ids.tolist(), on_missing="skip")
     relevance = RelevanceSet(queries, documents, pairs)
     _write_qrels(relevance, folder / "qrels.tsv")

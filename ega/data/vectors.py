@@ -166,7 +166,7 @@ def open_vectors(
     if path.suffix == ".npy" and column is None:
         return open_npy_vectors(path, dim)
     if path.suffix != ".parquet":
-        raise InputError(f"{path}: expected embeddings in .npy, or in .parquet with this column; save them with np.save")
+        raise InputError(f"{path}: expected embeddings in .npy or .parquet; save them with np.save")
     f = open_parquet(path)
     name, pack = _find_vector_column(path, f.schema_arrow, column)
     if dim is None:

@@ -104,8 +104,12 @@ def evaluate_ranking(
         The queries whose relevant documents are all new, as in a split; they are reported apart, too.
     k : int, default 10
         Number of documents that count, 1..m.
-    n_boot, confidence, random_state
-        Replicates of the bootstrap, two-sided confidence of the intervals, and seed.
+    n_boot : int, default 2000
+        Number of replicates of the bootstrap.
+    confidence : float, default 0.95
+        Two-sided confidence of the intervals, in (0, 1).
+    random_state : int, default 0
+        Seed of the bootstrap.
 
     Returns
     -------
@@ -118,9 +122,13 @@ def evaluate_ranking(
     InputError
         If a list repeats a document, `k` is larger than the lists, or a query has no relevant document.
 
+    See Also
+    --------
+    ranking_metrics : The values of each query, for paired differences.
+
     Examples
     --------
-    >>> from ega.measure.ranking import evaluate_ranking
+    >>> from ega.data.relevance import evaluate_ranking
     >>> table = evaluate_ranking([[0, 1], [1, 0]], [(0, 0), (1, 0)], k=2)
     >>> table[table.measure == "mrr@2"].values.tolist()
     [['all', 'mrr@2', 2, 0.75, 0.5, 1.0]]

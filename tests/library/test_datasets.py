@@ -126,7 +126,7 @@ def test_csv_of_texts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "labels, words", [(("0.5", "1.25", "1"), "got 0.5; if such"), (("True", "", "False"), "got bool")]
+    "labels, words", [(("0.5", "1.25", "1"), "got 0.5; if such"), (("True", "", "False"), "Booleans")]
 )
 def test_labels_of_a_csv_of_texts_that_are_no_classes_are_refused_as_in_python(labels, words, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"words,{label}\n" for label in labels))

@@ -326,7 +326,7 @@ def test_a_refused_adapter_changes_nothing():
     [
         ({"pairs": PAIRS + [0, 60, 0]}, "document"),
         ({"pairs": PAIRS * [1, 1, 0]}, "grade"),
-        ({"pairs": PAIRS[:, :1]}, "columns"),
+        ({"pairs": PAIRS[:, :1]}, "shape"),
         ({"pairs": PAIRS[:1], "side": "both", "max_unseen_loss": None}, "queries"),
         ({"pairs": [(0, 3), (1, 3)], "side": "both", "max_unseen_loss": None}, "documents"),
         ({"documents": np.ones_like(DOCUMENTS)}, "documents"),

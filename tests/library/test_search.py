@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import tracemalloc
-import types
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +269,13 @@ print([m for m in ("torch", "faiss") if m in sys.modules])
     assert run(script) == "[]"
 
 
-@pytest.mark.parametrize("module, text", [(None, "ega[cpu]"), (types.ModuleType("faiss"), "installed but empty")])
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        (None, "ega[cpu]"),
+        (module_from_spec(ModuleSpec("faiss", None)), "installed but empty"),
+    ],
+)
 def test_missing_or_empty_faiss_raises_with_the_install_command(monkeypatch, module, text):
     monkeypatch.setitem(sys.modules, "faiss", module)
     with pytest.raises(ImportError) as error:

@@ -412,7 +412,9 @@ def test_a_wrong_argument_is_an_input_error(name, calls):
     "Each wrong value in the place of a valid one: refused with the type that came or the rule, and not by accident."
     if package := api.NEEDS.get(name):
         pytest.importorskip(package)
-    errors = (ValueError, TypeError, AttributeError) if name.startswith(PLAIN) else (InputError, NotFittedError)
+    errors = (
+        (ValueError, TypeError, AttributeError, LookupError) if name.startswith(PLAIN) else (InputError, NotFittedError)
+    )
     for function, valid, wrong in calls[name]:
         if valid is not None:
             function(**valid)
