@@ -128,7 +128,7 @@ def evaluate_ranking(
 
     Examples
     --------
-    >>> from ega.data.relevance import evaluate_ranking
+    >>> from ega.measure.ranking import evaluate_ranking
     >>> table = evaluate_ranking([[0, 1], [1, 0]], [(0, 0), (1, 0)], k=2)
     >>> table[table.measure == "mrr@2"].values.tolist()
     [['all', 'mrr@2', 2, 0.75, 0.5, 1.0]]
