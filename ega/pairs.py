@@ -929,7 +929,8 @@ def evaluate_pairs(
     >>> evaluate_pairs(adapter, documents, documents, pairs).group.unique().tolist()
     ['all', 'new documents', 'fitted queries']
     """
-    check_number(confidence, "confidence", minimum=0.01, maximum=0.99)
+    if check_number(confidence, "confidence", minimum=0, below=1) == 0:
+        raise InputError("confidence must be larger than 0")
     check_positive_int(random_state, "random_state", minimum=0)
     xq, xd, pairs = _check_evaluated(estimator, queries, documents, pairs)
     k = check_positive_int(k, "k", maximum=len(xd))

@@ -35,6 +35,11 @@ class InputError(ValueError):
     "Invalid input; the message states what was expected, what was given and what to do."
 
 
+def _missing_package(package, extra):
+    "The ImportError for a package that is not installed."
+    return ImportError(f"this needs the package {package!r}; install it with: pip install 'ega[{extra}]'")
+
+
 def check_installed(
     *packages: str,  # names of optional packages
     extra: str,  # the extra of `ega` that installs them
@@ -42,7 +47,7 @@ def check_installed(
     "Raise an ImportError that names the extra for the first package that is not installed; nothing is imported."
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise ImportError(f"this needs the package {package!r}; install it with: pip install 'ega[{extra}]'")
+            raise _missing_package(package, extra)
 
 
 def import_optional(
@@ -50,13 +55,13 @@ def import_optional(
     extra: str,  # the extra of `ega` that installs it
 ) -> Any:  # the imported module
     "Import an optional package; if it is missing, raise an ImportError that names the extra which installs it."
-    check_installed(module.split(".")[0], extra=extra)
+    package = module.split(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "") != module:  # something that the package needs is missing
+        if (error.name or "").split(".")[0] != package:  # something that the package needs is missing
             raise
-        raise ImportError(f"this needs {module!r}; install it with: pip install 'ega[{extra}]'") from error
+        raise _missing_package(package, extra) from error
 
 
 def optional_class(
@@ -155,7 +160,7 @@ def check_matrix(
         raise InputError(f"{name} is empty: it has 0 {what} (shape={shape}) while a minimum of 1 is required.")
     if dim not in (None, shape[1]):
         raise InputError(
-            f"{name} has {shape[1]} features, but EmbeddingAdapter is expecting {dim} features as input; use "
+            f"{name} has {shape[1]} features, but ega is expecting {dim} features as input; use "
             "embeddings from the same encoder"
         )
     return X if is_tensor else a
@@ -164,10 +169,11 @@ def check_matrix(
 def _check_range(a, single, name, first_row):
     "Raise `InputError` if float64 rows leave the range of float32: finite ones become inf, or others lose all values."
     limits, largest = np.finfo(np.float32), np.abs(single).max(1)
-    lost = (largest < limits.tiny) & (a != 0).any(1) | np.isinf(largest) & np.isfinite(a).all(1)
-    if lost.any():
+    small, large = np.flatnonzero(largest < limits.tiny), np.flatnonzero(np.isinf(largest))
+    lost = np.r_[small[(a[small] != 0).any(1)], large[np.isfinite(a[large]).all(1)]]
+    if len(lost):
         raise InputError(
-            f"{name} has {lost.sum()} rows outside the range of float32, first in row {first_row + lost.argmax()}; "
+            f"{name} has {len(lost)} rows outside the range of float32, first in row {first_row + lost.min()}; "
             f"scale the rows first, such as with {name} / np.abs({name}).max(axis=1, keepdims=True)"
         )
 
@@ -366,7 +372,7 @@ def _distinct_labels(
         if not is_label or issubclass(kind, (bool, np.timedelta64)):  # the latter is a subclass of np.integer
             raise InputError(
                 f"labels must be integers or texts, got {kind.__name__.removesuffix('_')}; convert them, such as with "
-                "y.astype(str), Booleans with y.astype(int), and pass one field of a structured array"
+                "y.astype(str), Booleans with y.astype(int), bytes with v.decode(); a structured array has y['label']"
             )
     position, distinct = pd.factorize(a.astype(np.float64) if a.dtype.kind == "f" else a)
     return distinct.tolist(), position
@@ -386,7 +392,7 @@ def _check_missing_texts(counts):
 
 
 def _parse_number(value):
-    "The number that a value prints, or None."
+    "The number that a value is written as, or None."
     try:
         return float(str(value))
     except ValueError:

@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 import struct
 import tempfile
 import tokenize
@@ -37,7 +38,8 @@ def check_path(
     name: str = "path",  # name of the argument in error messages
 ) -> Path:
     "Return `path` as a `pathlib.Path`, or raise `InputError` if it is neither a text nor a path, or empty."
-    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
         raise InputError(f"{name} must be a text or a pathlib.Path, got {path!r:.80}")
     return Path(path)
 
@@ -91,9 +93,12 @@ def atomic_write(
     temporary = _temporary_beside(path)
     try:
         temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        temporary.chmod(0o600)  # until it is whole, only its owner may read it
         yield temporary
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
+        temporary.chmod(stat.S_IMODE(mode))
         temporary.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # where the disk is full the system names no file
@@ -116,10 +121,12 @@ def atomic_folder(
         raise InputError(f"{path} exists already, expected the name of a new folder; choose another name")
     temporary = _temporary_beside(path)
     temporary.mkdir()
+    mode = (path if path.exists() else temporary).stat().st_mode
+    temporary.chmod(0o700)  # until it is whole, only its owner may open it
     try:
         yield temporary
+        temporary.chmod(stat.S_IMODE(mode))
         if path.exists():
-            shutil.copymode(path, temporary)
             path.rmdir()  # Windows renames no folder to the name of another
         temporary.rename(path)
     finally:

@@ -37,12 +37,13 @@ _FILLED_IN: Any = None  # default of the fields that EmbeddingSet.__post_init__ 
 
 
 def _as_texts(values, name, *, distinct=False):
-    "Texts and integers as a list of texts; `InputError` for missing values, bytes and, where asked, repeated ones."
+    "Texts and numbers as a list of texts; `InputError` for missing values, bytes and, where asked, repeated ones."
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise InputError(f"{name} must be a sequence of texts, got {values!r:.80}")
     values = list(values)
     for value in values:
-        if not isinstance(value, (str, int, np.integer)):
+        is_name = isinstance(value, (str, int, float, np.integer, np.floating))
+        if not is_name or value != value:  # NaN is missing
             raise InputError(f"{name} must be texts, got {value!r:.40}; fill in what is missing, and decode bytes")
     texts = list(map(str, values))
     try:
@@ -463,8 +464,10 @@ def split_classes(
     "Divide the classes that have rows into seen and unseen ones at random, at least one of each."
     y = np.asarray(y)
     classes = rng.permutation(np.unique(y[y >= 0]))
-    if len(classes) < 2:
-        raise InputError(f"expected at least 2 classes, got {len(classes)}")
+    if len(classes) < 2 or not 0 < seen_fraction < 1:
+        raise InputError(
+            f"expected two classes or more and 0 < seen_fraction < 1, got {len(classes)} and {seen_fraction}"
+        )
     n_seen = min(max(round(seen_fraction * len(classes)), 1), len(classes) - 1)
     return ClassSplit(np.sort(classes[:n_seen]), np.sort(classes[n_seen:]))
 

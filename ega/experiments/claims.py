@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 def load_claims(
     path,  # claims.toml
 ):  # list of Claims
-    "Read the claims."
+    "Read claims: what is asserted, on which outcomes, and the rules that decide."
     return [Claim(**entry) for entry in tomllib.loads(Path(path).read_text(encoding="utf-8"))["claim"]]
 
 

@@ -9,7 +9,7 @@ __all__ = ['ranking_metrics', 'evaluate_ranking']
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError
+from ..data.arrays import InputError, check_positive_int
 from ..data.relevance import check_pairs, queries_with_relevant
 from .statistics import bootstrap
 
@@ -19,8 +19,7 @@ def _check_lists(I, pairs, queries, k):
     I = np.asarray(I)
     if I.ndim != 2 or not I.size or I.dtype.kind not in "iu" or I.min() < -1:
         raise InputError(f"I must hold document rows of shape (nq, m), -1 for padding, got {I.dtype} of {I.shape}")
-    if not 1 <= k <= I.shape[1]:
-        raise InputError(f"k must lie in 1..{I.shape[1]}, the documents listed, got {k}; search for more documents")
+    check_positive_int(k, "k, the number of documents listed that count,", maximum=I.shape[1])
     ordered = np.sort(I[:, :k], axis=1)
     if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
         raise InputError("a document must stand once in a list, got lists that repeat one; drop the copies")

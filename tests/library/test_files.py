@@ -160,3 +160,13 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
             make_folder(path)
     make_folder(tmp_path / "a/b")
     make_folder(tmp_path / "a/b")
+
+
+def test_a_path_like_object_is_a_path(tmp_path):
+    class Named:
+        def __fspath__(self):
+            return str(tmp_path / "a")
+
+    with atomic_write(Named()) as temporary:
+        temporary.write_text("x")
+    assert (tmp_path / "a").read_text() == "x"

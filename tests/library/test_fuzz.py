@@ -19,7 +19,7 @@ from fuzzing import MEGABYTES, READERS, SECONDS, Mean, Payload, attempt, bomb, o
 from ega import cli, estimator
 from ega.data import datasets, embed, encoders, packs, vectors
 from ega.data.arrays import InputError
-from ega.data.files import atomic_write, open_npy, read_csv_columns, read_json, read_npz
+from ega.data.files import atomic_folder, atomic_write, open_npy, read_csv_columns, read_json, read_npz
 from ega.data.vectors import open_vectors
 from ega.method.adapters import LinearAdapter, load_adapter
 
@@ -445,12 +445,16 @@ def test_symlinks_beside_a_target_are_not_followed(tmp_path, ending):
     assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / f"z.npy{ending}").is_symlink()
 
 
-def test_a_written_file_has_the_usual_mode_and_leaves_no_other(tmp_path):
-    with atomic_write(tmp_path / "a") as t:
-        t.write_text("x")
-    (tmp_path / "b").write_text("x")
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+def test_temporary_files_are_private_and_removed(tmp_path):
+    (tmp_path / "usual").write_text("x")
+    with atomic_write(tmp_path / "a") as file:
+        assert file.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "mine").mkdir(mode=0o750)
+    with atomic_folder(tmp_path / "mine") as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o750
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine", "usual"]
 
 
 # -- the command line ------------------------------------------------------------------------------------------

@@ -506,3 +506,17 @@ def test_all_metadata_of_json_is_stored_and_other_is_refused(tmp_path):
         with pytest.raises(InputError):
             write_pack(EmbeddingSet(np.eye(2), [0, 1], meta=meta | {"f": value}), tmp_path / "q.parquet")
     assert not (tmp_path / "q.parquet").exists()
+
+
+@pytest.mark.parametrize("share", (0, 1, 2, -1))
+def test_a_share_of_classes_lies_between_0_and_1(share):
+    with pytest.raises(InputError):
+        split_classes(np.arange(60) % 12, np.random.default_rng(0), seen_fraction=share)
+
+
+def test_names_may_be_numbers_but_not_missing():
+    x = np.eye(3)
+    assert EmbeddingSet(x, [0, 1, 1], ids=[0.0, 1.0, 2.0], classes=(0.5, 1.5)).ids.tolist() == ["0.0", "1.0", "2.0"]
+    for ids in ([0.0, np.nan, 2.0], [None, "b", "c"], [b"a", b"b", b"c"]):
+        with pytest.raises(InputError):
+            EmbeddingSet(x, [0, 1, 1], ids=ids)

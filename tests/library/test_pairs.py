@@ -432,3 +432,13 @@ def test_the_summary_says_what_to_do():
     assert summary(("fitted queries", 90, 13.1, 9.9, 16.8)).startswith("All these queries were fitted on")
     with pytest.raises(InputError, match="one of evaluate_pairs with k=10"):
         module.pairs_summary(pd.DataFrame({"a": [1]}))
+
+
+@pytest.mark.parametrize("confidence", (0.999, 1.0, 0, "a"))
+def test_confidence_lies_between_0_and_1(confidence):
+    adapter = PairAdapter(side="both", max_unseen_loss=None).fit(QUERIES, DOCUMENTS, PAIRS)
+    if confidence == 0.999:
+        assert len(evaluate_pairs(adapter, QUERIES, DOCUMENTS, PAIRS, confidence=confidence))
+    else:
+        with pytest.raises(InputError):
+            evaluate_pairs(adapter, QUERIES, DOCUMENTS, PAIRS, confidence=confidence)
