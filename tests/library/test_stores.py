@@ -323,7 +323,8 @@ def test_conditions_columns_and_an_index_of_lancedb(lance, tmp_path):
     store.table.create_index(version, config=IvfFlat(distance_type="l2", num_partitions=4), replace=True)
     store.activate(version)
     whole, few = (store.search(WHITENING, xq, 5, nprobes=n) for n in (4, 1))
-    assert (whole.I == SET.ids[exact(WHITENING, 5).I]).all() and 0.1 < (few.I == whole.I).mean() < 1
+    assert (whole.I == SET.ids[exact(WHITENING, 5).I]).all()
+    assert (few.I != whole.I).any() and (few.D >= whole.D - 1e-6).all()  # LanceDB draws its partitions
     member = np.flatnonzero((y == 4) & (SET.split == "test"))
     found = store.search(WHITENING, xq, 3, where="label = 4 AND split = 'test'", nprobes=4)
     assert (found.I == SET.ids[member][exact(WHITENING, 3, x[member]).I]).all()
