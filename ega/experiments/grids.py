@@ -276,7 +276,7 @@ GRIDS = {
         "equal_tuned": TunedGrid(_TUNING, "equal_tuned.csv"),
     },
     "quick": {
-        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(10,)),
+        "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(2, 10)),
         "controls": Grid("path", MAIN_BENCHMARKS, ("frozen", *DIAL), splits=(42,), seeds=(0,)),
         "in_distribution": Grid(
             "in_distribution", ("tiny200",), ("frozen", "wccn", *_OF_THE_PAPER), splits=(42,), seeds=(0,)
