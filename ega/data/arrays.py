@@ -495,7 +495,7 @@ def parse_label_fields(
     "Labels in a column without a type: integers if every field is an integer or missing, else the texts."
     given = {str(value) for value in unlabelled or ()}
     labels: dict[str, Any] = {}
-    for field in set(fields):
+    for field in dict.fromkeys(fields):  # in their order, so that a message names the first
         if integer := _INTEGER_FIELD.fullmatch(field.strip()):
             labels[field] = int(integer[1])
         elif field in given:
