@@ -671,10 +671,10 @@ def _new_estimator(args, estimator_class, method_or_side):
 # %% ../nbs/deploy/10_cli.ipynb #3bf4ba7c
 def _fit_labels(args):
     "The estimator that `ega fit` saves, fitted on labels."
-    from ega.data.arrays import check_rows_per_class, encode_labels
+    from ega.data.arrays import check_rows_per_class, check_y
 
     x, y = _read_inputs(args)
-    labels, classes = encode_labels(y, len(x), unlabelled=args.unlabelled)
+    labels, classes = check_y(y, len(x), unlabelled=args.unlabelled)
     check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
     if not args.json:
         print(
@@ -843,9 +843,9 @@ def _update(args):
 # %% ../nbs/deploy/10_cli.ipynb #evaluate
 def _describe_classes(y, unlabelled, fitted):
     "Say how many classes of the adapter occur in the labels, and which classes of the labels the adapter lacks."
-    from ega.data.arrays import encode_labels, match_classes
+    from ega.data.arrays import check_y, match_classes
 
-    classes = encode_labels(y, unlabelled=unlabelled)[1]
+    classes = check_y(y, unlabelled=unlabelled)[1]
     is_fitted = match_classes(classes, fitted)
     text = f"Classes: {is_fitted.sum():,} of the {len(fitted):,} that the adapter was fitted on occur"
     unknown = classes[~is_fitted].tolist()
@@ -1095,13 +1095,13 @@ def _read_queries(args):
             embed(args.queries, args.encoder, pack, dtype="float32", progress=_show_progress(args))
             es = read_pack(pack)
         return es.x, es.ids.tolist()
-    from ega.data.arrays import as_unit_rows
+    from ega.data.arrays import check_X
     from ega.data.vectors import open_vectors, read_embeddings
 
     if args.queries.endswith(".parquet") and open_vectors(args.queries, column=args.column).pack:
         es = read_pack(args.queries)
         return es.x, es.ids.tolist()
-    x = as_unit_rows(read_embeddings(args.queries, args.column)[0], "X")
+    x = check_X(read_embeddings(args.queries, args.column)[0], "X")
     return x, list(range(len(x)))
 
 

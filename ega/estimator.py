@@ -30,12 +30,12 @@ from sklearn.utils.validation import check_is_fitted
 import ega
 from ega.data.arrays import (
     InputError,
-    as_unit_rows,
     check_feature_names,
     check_index,
     check_matrix,
     check_rows_per_class,
-    encode_labels,
+    check_X,
+    check_y,
     import_optional,
     iter_unit_rows,
     match_classes,
@@ -512,7 +512,7 @@ def _hub_class(estimator_class):
 # %% ../nbs/adapt/02_estimator.ipynb #chosen
 def _take_unit_rows(a, rows):
     "The rows (m, d) of the given numbers, float32 of norm 1."
-    x = as_unit_rows(a if len(rows) == len(a) else a[rows], "X")
+    x = check_X(a if len(rows) == len(a) else a[rows], "X")
     return x if x.flags.writeable else x.copy()  # torch warns of arrays that cannot be written
 
 
@@ -797,7 +797,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             a = check_matrix(X)
             _check_rows_and_labels(X, y, a)
             check_feature_names(names, X, reset=True)
-            labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
+            labels, classes = check_y(y, len(a), unlabelled=unlabelled)
             check_rows_per_class(labels, classes)
             data_fingerprint, row_hashes = _hash_rows_and_labels(a, labels)  # checks every row
             numbers = _number_by_first_occurrence(labels)  # so that no name or number of a class changes the result
@@ -940,7 +940,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         check_index(X, y)
         check_feature_names(self, X, reset=False)
         a = check_matrix(X, self.n_features_in_)
-        labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
+        labels, classes = check_y(y, len(a), unlabelled=unlabelled)
         if not len(classes):
             raise InputError(f"expected labels, but none of the {len(a)} rows has one; label at least one row")
         return _ChangedRows(a, labels, classes, *_hash_rows_and_labels(a, labels))

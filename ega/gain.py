@@ -17,11 +17,11 @@ import torch
 
 from ega.data.arrays import (
     InputError,
-    as_unit_rows,
     check_index,
     check_matrix,
     check_rows_per_class,
-    encode_labels,
+    check_X,
+    check_y,
     linear,
     rows_by_class,
     spawn_rngs,
@@ -380,7 +380,7 @@ def estimate_gain(
         )
     check_index(X, y)
     a = check_matrix(X)
-    labels, classes = encode_labels(y, len(a), unlabelled=unlabelled)
+    labels, classes = check_y(y, len(a), unlabelled=unlabelled)
     check_rows_per_class(labels, classes)
     known = labels >= 0
     if len(classes) < 2 or not len(rows_with_classmate(labels, np.flatnonzero(known))):
@@ -388,5 +388,5 @@ def estimate_gain(
     labels[known] = pd.factorize(labels[known])[0]  # so that no name or number of a class changes the result
     rows = compared_rows(labels, random_state=random_state)
     with limit_threads():
-        x = as_unit_rows(a if len(rows) == len(a) else a[rows], "X")
+        x = check_X(a if len(rows) == len(a) else a[rows], "X")
         return _estimate(x, labels[rows], int(known.sum()), max_unseen_loss, unseen_share, random_state)

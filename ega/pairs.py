@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ega.data.arrays import (
     InputError,
-    as_unit_rows,
     check_feature_names,
     check_labels,
     check_matrix,
     check_number,
     check_positive_int,
+    check_X,
     normalize,
     pick_device,
     short_repr,
@@ -110,7 +110,7 @@ def whiten_pairs(
     "Fit the whitening of the differences between queries and their documents."
     query, document, weight = _weighted_pairs(check_pairs(pairs, len(queries), len(documents)))
     weight = weight / weight.sum()
-    q, d = as_unit_rows(queries[query]).astype(np.float64), as_unit_rows(documents[document]).astype(np.float64)
+    q, d = check_X(queries[query]).astype(np.float64), check_X(documents[document]).astype(np.float64)
     for name, x in (("queries", q), ("documents", d)):
         if np.ptp(x, axis=0).max() < 1e-6:  # centred rows would be 0
             raise InputError(f"whitening needs relevant pairs of two or more different {name}, got one; add pairs")
@@ -180,7 +180,7 @@ class _Corpus:
         self.n, self.d = documents.shape
         self.rows, self.device = documents, device
         if not isinstance(documents, np.memmap):
-            self.rows = torch.from_numpy(_writeable(as_unit_rows(documents, "documents"))).to(device)
+            self.rows = torch.from_numpy(_writeable(check_X(documents, "documents"))).to(device)
         self.is_whitened, self.norms = whitening is not None, torch.ones(self.n, 1, device=device)
         if whitening is not None:
             self.mean = torch.from_numpy(whitening.document_mean).to(device)
@@ -198,7 +198,7 @@ class _Corpus:
         if isinstance(self.rows, torch.Tensor):
             return self.rows[which]
         which = which.cpu().numpy() if isinstance(which, torch.Tensor) else which
-        return torch.from_numpy(_writeable(as_unit_rows(self.rows[which], "documents"))).to(self.device)
+        return torch.from_numpy(_writeable(check_X(self.rows[which], "documents"))).to(self.device)
 
     def factors(self, which, adapter=None):
         "Rows b of some documents: the inner product of b and pull_back(z) is that of the adapted document and z."
@@ -349,7 +349,7 @@ def find_negatives(
         n = min(negatives, len(documents) - 1)
         most = np.bincount(relevant.query).max()  # documents of one query that are left out again
         k = min(n + most, len(documents))
-        lists = knn(as_unit_rows(queries[rows]), as_unit_rows(documents), k).I
+        lists = knn(check_X(queries[rows]), check_X(documents), k).I
         given = np.column_stack([np.repeat(rows, k), lists.ravel()])
     else:
         given = negatives
@@ -393,7 +393,7 @@ def _train_side(config, queries, documents, pairs, negatives, whitening, device,
     if len(index.queries) < 2:
         raise InputError(f"training needs two queries with a relevant document, got {len(index.queries)}; add pairs")
     corpus = _Corpus(documents, device, whitening)
-    x = as_unit_rows(queries[index.queries], "queries")
+    x = check_X(queries[index.queries], "queries")
     x = normalize((x - whitening.query_mean) @ whitening.matrix, "z") if whitening else x
     adapter = LinearAdapter(x.shape[1])
     objective = _pair_objective(index, corpus, config.tau, adapter if config.side == "document" else None)
@@ -436,7 +436,7 @@ def fit_pair_path(
         fitted, other = AdapterPath(adapter), _identity_path(d)
         return PairPath(fitted, other, True) if config.side == "query" else PairPath(other, fitted, False)
     merge_query, merge_document = (
-        partial(merge_linear, whitening.matrix, mean=mean, x=as_unit_rows(x[np.unique(rows)[: 2**15]]))
+        partial(merge_linear, whitening.matrix, mean=mean, x=check_X(x[np.unique(rows)[: 2**15]]))
         for mean, x, rows in zip(whitening[1:], (queries, documents), pairs.T[:2])
     )
     document = AdapterPath(merge_document())
@@ -573,7 +573,7 @@ def _keep_documents(documents, pairs, groups, negatives, kept):
     pairs = np.column_stack([pairs[:, 0], position[pairs[:, 1]], pairs[:, 2]])
     if isinstance(negatives, np.ndarray):
         negatives = np.column_stack([negatives[:, 0], position[negatives[:, 1]]])
-    return as_unit_rows(documents[kept], "documents"), pairs, groups[kept], negatives
+    return check_X(documents[kept], "documents"), pairs, groups[kept], negatives
 
 # %% ../nbs/adapt/03_pairs.ipynb #db95d44b
 def select_pair_adapter(
@@ -617,7 +617,7 @@ def select_pair_adapter(
     return select(
         candidates,
         folds,
-        partial(compare_pairs_on_fold, as_unit_rows(queries, "queries"), documents, pairs, **options),
+        partial(compare_pairs_on_fold, check_X(queries, "queries"), documents, pairs, **options),
         tuple(clusters[np.concatenate([getattr(fold, part) for fold in folds])] for part in ("known", "new")),
         max_unseen_loss=max_unseen_loss,
         unseen_share=unseen_share,
@@ -839,10 +839,10 @@ def load_estimator(
 def _groups_of_queries(estimator, queries, documents, pairs):
     "Group name -> ascending query rows; queries that were fitted on are apart."
     rows, relevant = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0]
-    is_fitted = np.isin(hash_rows(as_unit_rows(queries[rows], "queries")), estimator.fit_row_hashes_)
+    is_fitted = np.isin(hash_rows(check_X(queries[rows], "queries")), estimator.fit_row_hashes_)
     named = np.zeros(len(documents), bool)
     distinct = np.unique(relevant[:, 1])
-    named[distinct] = np.isin(hash_rows(as_unit_rows(documents[distinct], "documents")), estimator.fit_document_hashes_)
+    named[distinct] = np.isin(hash_rows(check_X(documents[distinct], "documents")), estimator.fit_document_hashes_)
     is_known = np.isin(rows, relevant[named[relevant[:, 1]], 0])
     groups = {
         "all": rows[~is_fitted],
@@ -877,7 +877,7 @@ def _measure_queries(estimator, xq, xd, pairs, k):
     groups = _groups_of_queries(estimator, xq, xd, pairs)
     rows = np.sort(np.concatenate([groups.get("all", []), groups.get("fitted queries", [])])).astype(np.int64)
     searched = [
-        (as_unit_rows(xq[rows], "queries"), as_unit_rows(xd, "documents")),
+        (check_X(xq[rows], "queries"), check_X(xd, "documents")),
         (estimator.transform_queries(xq[rows]), estimator.transform_documents(xd)),
     ]
     frozen, adapted = (ranking_metrics(knn(zq, zd, k).I, pairs, queries=rows, k=k) for zq, zd in searched)

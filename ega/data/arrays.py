@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RNG_NAMES', 'InputError', 'check_installed', 'import_optional', 'optional_class', 'short_repr', 'check_positive_int',
-           'check_number', 'check_matrix', 'check_embeddings', 'normalize', 'as_unit_rows', 'iter_unit_rows',
-           'check_unit_norm', 'check_labels', 'rows_by_class', 'encode_labels', 'parse_label_fields', 'match_classes',
+           'check_number', 'check_matrix', 'check_embeddings', 'normalize', 'check_X', 'iter_unit_rows',
+           'check_unit_norm', 'check_labels', 'rows_by_class', 'check_y', 'parse_label_fields', 'match_classes',
            'check_rows_per_class', 'check_feature_names', 'check_index', 'Rngs', 'spawn_rngs', 'torch_generator',
            'check_device_name', 'pick_device', 'linear', 'defer_sigint']
 
@@ -249,7 +249,7 @@ def normalize(x: "ArrayLike", name: str = "x", *, dim: int | None = None, first_
     return a
 
 # %% ../../nbs/data/01_arrays.ipynb #as-unit-rows
-def as_unit_rows(
+def check_X(
     x: "ArrayLike",  # (n, d) real numbers; rows of any norm but 0
     name: str = "x",  # name of the argument in error messages
     *,
@@ -275,7 +275,7 @@ def iter_unit_rows(
 ) -> Iterator[tuple[int, np.ndarray]]:  # number of the first row, (<= size, d) float32 unit rows
     "Yield a matrix in blocks of unit rows, so that no copy of the whole is made."
     for first in range(0, len(a), size):
-        yield first, as_unit_rows(a[first : first + size], name, first_row=first)
+        yield first, check_X(a[first : first + size], name, first_row=first)
 
 # %% ../../nbs/data/01_arrays.ipynb #check-unit-norm
 def check_unit_norm(
@@ -293,7 +293,7 @@ def check_unit_norm(
 
 # %% ../../nbs/data/01_arrays.ipynb #check-labels
 def check_labels(
-    y: "ArrayLike",  # (n,) integers; use `encode_labels` for strings
+    y: "ArrayLike",  # (n,) integers; use `check_y` for strings
     n: int | None = None,  # required number of labels; None: any
     name: str = "y",  # name of the argument in error messages
     *,
@@ -306,7 +306,7 @@ def check_labels(
     if a.ndim != 1 or a.dtype.kind not in "iu" or n not in (None, len(a)) or a.size and a.min() < -1:
         raise InputError(
             f"{name} must be {'n' if n is None else n} integer labels >= -1, one per row, got {a.dtype} of shape "
-            f"{a.shape}; -1 means no label; number texts and other values with ega.data.arrays.encode_labels"
+            f"{a.shape}; -1 means no label; number texts and other values with ega.data.arrays.check_y"
         )
     n_classes = len(np.unique(a[a >= 0]))
     if n_classes < min_classes:
@@ -401,7 +401,7 @@ def _parse_number(value):
 
 def _unlabelled_values(
     counts,  # distinct value -> number of rows
-    unlabelled,  # see encode_labels
+    unlabelled,  # see check_y
     has_missing,  # whether some rows hold None, NaN, NaT or NA
 ):  # set of the distinct values that are no classes
     "The distinct values that mean `no label`, or raise `InputError`."
@@ -466,7 +466,7 @@ def _to_classes(
     return np.array(classes, dtype=np.int64)
 
 
-def encode_labels(
+def check_y(
     y: Any,  # (n,) integers or texts: array, list, Series, tensor
     n: int | None = None,  # required number of labels; None: any
     *,
@@ -488,7 +488,7 @@ _NUMBER_FIELD = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+
 
 def parse_label_fields(
     fields: Sequence[str],  # (n,) texts of a column
-    unlabelled: "Sequence | None" = None,  # as for encode_labels: these fields do not count
+    unlabelled: "Sequence | None" = None,  # as for check_y: these fields do not count
     *,
     as_texts: bool = False,  # also of integers (3.0 is "3"), fractions and Booleans, because fit had texts
 ) -> np.ndarray:  # (n,) int64, -1 where missing; or objects: the texts, or integers and values of `unlabelled`
@@ -524,7 +524,7 @@ def _written_integer(text):
 
 
 def match_classes(
-    classes: np.ndarray,  # (C,) classes of `encode_labels`
+    classes: np.ndarray,  # (C,) classes of `check_y`
     fitted: np.ndarray,  # (C',) classes of fit
 ) -> np.ndarray:  # (C,) bool
     "Whether each class was fitted on; `InputError` if only one side has texts, or the spelling differs."
@@ -560,7 +560,7 @@ def _check_spelling(unknown, fitted):
 
 
 def check_rows_per_class(
-    labels: np.ndarray,  # (n,) int64 of `encode_labels`
+    labels: np.ndarray,  # (n,) int64 of `check_y`
     classes: np.ndarray,  # (C,) its classes
 ) -> None:
     "Raise `InputError` if no row is labelled, or if at least 20 labelled rows have more than half as many classes."

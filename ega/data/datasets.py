@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, check_labels, encode_labels, import_optional, parse_label_fields, rows_by_class
+from .arrays import InputError, check_labels, check_y, import_optional, parse_label_fields, rows_by_class
 from .files import READ_ERRORS, file_hash, read_csv_columns, read_json, read_npz
 from .packs import ClassSplit
 
@@ -75,7 +75,7 @@ def _hash_items(items, ids):
 # %% ../../nbs/data/05_datasets.ipynb #make-source
 def _encode_names(names):
     "Labels (n,) and the class names, in alphabetical order; an empty name: unlabelled, any other is a class."
-    y, classes = encode_labels(names, unlabelled=[])
+    y, classes = check_y(names, unlabelled=[])
     return y, tuple(classes.tolist())
 
 

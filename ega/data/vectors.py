@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, as_unit_rows, parse_label_fields
+from .arrays import InputError, check_X, parse_label_fields
 from .files import check_is_file, open_npy, read_csv_columns, read_npy_comment, read_npz, reading
 from .packs import dequantize, open_parquet, pack_metadata, read_pack
 
@@ -197,7 +197,7 @@ def iter_normalized_batches(
 ) -> Iterator[np.ndarray]:  # (<= size, d) float32 unit rows
     "Yield the rows of a file in batches of unit rows, or raise `InputError` with the number of the row."
     for x in vectors.blocks(first, size):
-        yield as_unit_rows(x, str(vectors.path), first_row=first)
+        yield check_X(x, str(vectors.path), first_row=first)
         first += len(x)
 
 # %% ../../nbs/data/04_vectors.ipynb #read-embeddings
@@ -324,9 +324,9 @@ def read_labels(
     column: str | None = None,  # .csv, .tsv, .parquet: column of labels; None: `label`, else the only one
     n: int | None = None,  # number of rows: empty lines at the end of a CSV file beyond them are dropped
     *,
-    unlabelled: Sequence | None = None,  # as for encode_labels: such fields of a CSV file need not be integers
+    unlabelled: Sequence | None = None,  # as for check_y: such fields of a CSV file need not be integers
     as_texts: bool = False,  # read integers of a CSV file as texts, because fit had texts
-) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.data.arrays.encode_labels`
+) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.data.arrays.check_y`
     "Read stored labels, or raise `InputError`; in a CSV file of one column, an empty line is an unlabelled row."
     path = check_labels_file(path)
     if path.suffix == ".parquet":

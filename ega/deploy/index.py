@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 # %% ../../nbs/deploy/02_index.ipynb #index-imports
-from ..data.arrays import InputError, as_unit_rows, normalize, short_repr
+from ..data.arrays import InputError, check_X, normalize, short_repr
 from ..data.files import READ_ERRORS, atomic_write, file_hash, hash_arrays, make_folder, read_json, short_error
 from ..measure.search import Neighbours, import_faiss
 from ..method.interface import as_adapter, read_adapter, write_adapter
@@ -184,7 +184,7 @@ def _adapt(index, side, adapted_by, x):
             f"these embeddings were adapted by {str(adapted_by)[:12]}, the index holds embeddings adapted by "
             f"{index.fingerprint[:12]}; pass the raw embeddings, or migrate the index"
         )
-    return as_unit_rows(x, dim=side.output_dim)
+    return check_X(x, dim=side.output_dim)
 
 
 def _check_whole(index):

@@ -23,12 +23,12 @@ import pandas as pd
 
 from ega.data.arrays import (
     InputError,
-    as_unit_rows,
     check_embeddings,
     check_feature_names,
     check_index,
     check_positive_int,
     check_unit_norm,
+    check_X,
     import_optional,
     spawn_rngs,
 )
@@ -765,7 +765,7 @@ def _write_report(estimator, X, y, path, unlabelled, source, max_queries, random
         raise InputError(f"source must be a Source of ega.data.datasets, got {type(source).__name__}")
     check_feature_names(estimator, X, reset=False)
     check_index(X, y)
-    x = as_unit_rows(X, "X", dim=estimator.n_features_in_)
+    x = check_X(X, "X", dim=estimator.n_features_in_)
     labels, classes, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from torch.nn import functional as F
 
-from ..data.arrays import InputError, as_unit_rows, normalize
+from ..data.arrays import InputError, check_X, normalize
 from ega.data.relevance import (
     RelevanceSet,
     RelevanceSplit,
@@ -297,7 +297,7 @@ def measure_split(
     split: RelevanceSplit,
 ) -> pd.DataFrame:  # a row for each arm
     "Fit every method on the training pairs of a split and measure nDCG@10 of its test queries."
-    queries, documents = as_unit_rows(relevance.queries.x, "queries"), as_unit_rows(relevance.documents.x, "documents")
+    queries, documents = check_X(relevance.queries.x, "queries"), check_X(relevance.documents.x, "documents")
     start = time.process_time()
     table = select_pair_adapter(queries, documents, split.train_pairs, device="cpu").table
     seconds = time.process_time() - start

@@ -19,11 +19,11 @@ import pandas as pd
 
 from ega.data.arrays import (
     InputError,
-    as_unit_rows,
     check_feature_names,
     check_index,
     check_labels,
-    encode_labels,
+    check_X,
+    check_y,
     match_classes,
     spawn_rngs,
 )
@@ -126,7 +126,7 @@ def hash_rows(
 
     Copies of a row that were stored as float16 or int8 may get another hash.
     """
-    rounded = np.rint(1000 * as_unit_rows(x)).astype("<i2")
+    rounded = np.rint(1000 * check_X(x)).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
 
@@ -421,7 +421,7 @@ def evaluate(
         raise InputError(f"expected 0 < confidence < 1 and max_queries > 0, got {confidence} and {max_queries}")
     check_feature_names(estimator, X, reset=False)
     check_index(X, y)
-    x = as_unit_rows(X, "X", dim=estimator.n_features_in_)
+    x = check_X(X, "X", dim=estimator.n_features_in_)
     labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
     return evaluate_embeddings(
         x,
@@ -452,6 +452,6 @@ def labels_and_groups(
     unlabelled: Sequence | None = None,  # labels that mean "no label", as in fit
 ) -> LabelsAndGroups:
     "Encode labels, and mark the rows that an estimator was fitted on and the rows of classes it was fitted on."
-    labels, classes = encode_labels(y, len(x), unlabelled=unlabelled)
+    labels, classes = check_y(y, len(x), unlabelled=unlabelled)
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
     return LabelsAndGroups(labels, classes, seen, np.isin(hash_rows(x), estimator.fit_row_hashes_))

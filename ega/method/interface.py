@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c005
-from ..data.arrays import InputError, as_unit_rows, check_embeddings, check_feature_names, normalize
+from ..data.arrays import InputError, check_embeddings, check_feature_names, check_X, normalize
 from ..data.files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from ega.method.adapters import (
     LinearAdapter,
@@ -79,7 +79,7 @@ class Adapter:
                 field = {"feature_names_in_": np.array(self.columns, object)} if are_texts else {}
                 fitted = SimpleNamespace(**field, _integer_columns=None if are_texts else self.columns)
                 check_feature_names(fitted, x, reset=False)
-        return as_unit_rows(x, name, dim=self.input_dim)
+        return check_X(x, name, dim=self.input_dim)
 
     def transform(self, x: Any) -> np.ndarray:
         "Raw rows (n, input_dim) as adapted unit rows (n, output_dim)."
@@ -94,7 +94,7 @@ def _apply_affine(A, b, x):
 def _apply_in_order(steps, x):
     "Apply adapters one after the other."
     for step in steps:
-        x = step.apply(as_unit_rows(x))
+        x = step.apply(check_X(x))
     return x
 
 

@@ -491,7 +491,7 @@ def write_npy(folder):
 
 def both(x, y):
     x, _ = vectors.read_embeddings(x)
-    return digest(arrays.as_unit_rows(x), arrays.encode_labels(vectors.read_labels(y), len(x))[0])
+    return digest(arrays.check_X(x), arrays.check_y(vectors.read_labels(y), len(x))[0])
 
 
 READERS["embeddings and labels .npy"] = Reader(write_npy, lambda f: both(f / "x.npy", f / "y.npy"))
@@ -503,7 +503,7 @@ def write_npz(folder):
 
 
 READERS["embeddings .npz"] = Reader(
-    write_npz, lambda f: digest(arrays.as_unit_rows(vectors.read_embeddings(f / "x.npz")[0]))
+    write_npz, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.npz")[0]))
 )
 
 
@@ -513,7 +513,7 @@ def write_safetensors(folder):
 
 
 READERS["embeddings .safetensors"] = Reader(
-    write_safetensors, lambda f: digest(arrays.as_unit_rows(vectors.read_embeddings(f / "x.safetensors")[0]))
+    write_safetensors, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.safetensors")[0]))
 )
 
 
@@ -523,7 +523,7 @@ def write_parquet(folder):
 
 
 READERS["embeddings .parquet"] = Reader(
-    write_parquet, lambda f: digest(arrays.as_unit_rows(vectors.read_embeddings(f / "x.parquet")[0]))
+    write_parquet, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.parquet")[0]))
 )
 
 
@@ -532,7 +532,7 @@ def write_csv(folder):
     return ["y.csv"]
 
 
-READERS["labels .csv"] = Reader(write_csv, lambda f: str(arrays.encode_labels(vectors.read_labels(f / "y.csv"), N)))
+READERS["labels .csv"] = Reader(write_csv, lambda f: str(arrays.check_y(vectors.read_labels(f / "y.csv"), N)))
 
 
 def fit(folder):

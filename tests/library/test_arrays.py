@@ -28,8 +28,8 @@ from ega.data.arrays import (
     check_labels,
     check_rows_per_class,
     check_unit_norm,
+    check_y,
     defer_sigint,
-    encode_labels,
     import_optional,
     linear,
     match_classes,
@@ -192,7 +192,7 @@ NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",
 @given(st.lists(st.one_of(st.none(), NAMES), min_size=1))
 def test_encode_labels_round_trip(names):
     for container in (names, np.array(names, dtype=object), pd.Series(names, dtype=object)):
-        y, classes = encode_labels(container, unlabelled=[])
+        y, classes = check_y(container, unlabelled=[])
         assert [classes[i] if i >= 0 else "" for i in y] == [name or "" for name in names]
         assert classes.tolist() == sorted(set(names) - {None, ""}) and y.dtype == np.int64
 
@@ -214,7 +214,7 @@ def test_encode_labels_gives_the_same_for_every_container_of_integers(numbers):
         torch.tensor(filled),
         np.ma.masked_array([v or 0 for v in numbers], [v is None for v in numbers]),
     ):
-        labels, classes = encode_labels(y, len(numbers))
+        labels, classes = check_y(y, len(numbers))
         assert classes.dtype == np.int64 and classes.tolist() == expected
         assert [None if i < 0 else classes[i] for i in labels] == numbers
 
@@ -226,11 +226,11 @@ MARKS = ["-1", "-1.0", "nan", "NaN", "NA", "n/a", "#N/A", "None", "NULL", "<NA>"
 def test_texts_that_may_mean_unlabelled_are_neither_classes_nor_missing_without_being_asked(mark):
     y = ["owl", mark, "asp", mark]
     with pytest.raises(InputError) as error:
-        encode_labels(y)
+        check_y(y)
     assert f"{mark!r} (2 rows)" in str(error.value) and "unlabelled=[]" in str(error.value)
     assert f"--unlabelled {shlex.quote(mark)}" in str(error.value)
-    assert encode_labels(y, unlabelled=[mark])[0].tolist() == [1, -1, 0, -1]
-    assert encode_labels(y, unlabelled=[])[1].tolist() == sorted({"owl", "asp", mark})
+    assert check_y(y, unlabelled=[mark])[0].tolist() == [1, -1, 0, -1]
+    assert check_y(y, unlabelled=[])[1].tolist() == sorted({"owl", "asp", mark})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_texts_that_may_mean_unlabelled_are_neither_classes_nor_missing_without_
     ],
 )
 def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
-    got = encode_labels(y, unlabelled=unlabelled)
+    got = check_y(y, unlabelled=unlabelled)
     assert got[0].tolist() == labels and got[1].tolist() == classes
 
 
@@ -316,12 +316,12 @@ def test_encode_labels_reads_missing_labels(y, unlabelled, labels, classes):
 )
 def test_encode_labels_refuses_what_is_no_label(y, unlabelled):
     with pytest.raises(InputError):
-        encode_labels(y, unlabelled=unlabelled)
+        check_y(y, unlabelled=unlabelled)
 
 
 def test_encode_labels_checks_the_length():
     with pytest.raises(InputError):
-        encode_labels(["a", "b"], 3)
+        check_y(["a", "b"], 3)
 
 
 @pytest.mark.parametrize(
@@ -487,8 +487,8 @@ def test_docstring_examples():
 )
 def test_texts_that_differ_only_in_blanks_around_them_or_in_case_are_refused(labels):
     with pytest.raises(InputError):
-        encode_labels(labels)
-    assert encode_labels(["alarm", "alarms", "a larm"])[1].tolist() == ["a larm", "alarm", "alarms"]
+        check_y(labels)
+    assert check_y(["alarm", "alarms", "a larm"])[1].tolist() == ["a larm", "alarm", "alarms"]
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_texts_that_differ_only_in_blanks_around_them_or_in_case_are_refused(lab
 def test_classes_written_in_another_way_are_never_unseen(labels):
     fitted = np.array(["alarm", "timer"])
     with pytest.raises(InputError):
-        match_classes(encode_labels(labels)[1], fitted)
+        match_classes(check_y(labels)[1], fitted)
     assert match_classes(np.array(["alarm", "song"]), fitted).tolist() == [True, False]
     assert match_classes(np.array(["song"]), fitted).tolist() == [False]
 
@@ -527,7 +527,7 @@ def test_repeated_and_mixed_names_of_columns_are_named():
             check_feature_names(Estimator(), pd.DataFrame(x, columns=names), reset=True)
     twice = pd.DataFrame({"a": ["p", "q", "r"], "b": ["p", "q", "q"]}).set_axis(["label", "label"], axis=1)
     with pytest.raises(InputError):
-        encode_labels(twice["label"])
+        check_y(twice["label"])
 
 
 def test_tensors_with_gradients_are_read_alone_and_in_lists():

@@ -32,7 +32,7 @@ from test_selection import world
 import ega
 from ega import estimator
 from ega.cli import main
-from ega.data.arrays import InputError, as_unit_rows, normalize
+from ega.data.arrays import InputError, check_X, normalize
 from ega.data.files import hash_arrays
 from ega.data.packs import EmbeddingSet, write_pack
 from ega.data.vectors import open_vectors, read_embeddings, read_labels
@@ -403,7 +403,7 @@ def test_frozen_returns_the_embeddings():
 def test_fitted_adapter_has_the_selected_strength(fitted):
     _, x, y = fitted
     e = EmbeddingAdapter(candidates=("wccn",), strengths=(0.5,)).fit(x, y)
-    full = fit_adapter(e.selection_.config, as_unit_rows(x), y, device="cpu")
+    full = fit_adapter(e.selection_.config, check_X(x), y, device="cpu")
     half = adapter_fingerprint(scale_residual(full, 0.5))
     assert (e.selection_.method, e.selection_.strength) == ("wccn", 0.5)
     assert e.fingerprint_ == adapter_fingerprint(e.adapter_) == half != adapter_fingerprint(full)
@@ -449,7 +449,7 @@ def few_steps(method="affine_nca"):
 def test_rows_are_checked_and_hashed_in_blocks_as_a_whole(many_rows):
     x, y = many_rows
     e = EmbeddingAdapter(few_steps(), max_unseen_loss=None).fit(x, y)
-    unit = as_unit_rows(x)
+    unit = check_X(x)
     assert e.data_fingerprint_ == hash_arrays(unit, y)
     assert np.array_equal(e.fit_row_hashes_, np.unique(hash_rows(unit[y >= 0])))
     assert np.array_equal(e.transform(x), transform(e.adapter_, unit))
@@ -471,7 +471,7 @@ def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path
     ]
     assert made[0].selection_.strength == (strength or 0.5)
     assert len({e.fingerprint_ for e in made}) == len({e.data_fingerprint_ for e in made}) == 1
-    unit, known, numbers = as_unit_rows(x), y >= 0, estimator._number_by_first_occurrence(y)
+    unit, known, numbers = check_X(x), y >= 0, estimator._number_by_first_occurrence(y)
     whole = fit_adapter(few_steps()[1], unit[known], numbers[known], strength=strength or 0.5, device="cpu")
     assert np.allclose(made[0].transform(x), transform(whole, unit), atol=1e-5)
 
@@ -480,7 +480,7 @@ def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path
 @pytest.mark.parametrize("method", ["linear_supcon", "lda"])
 def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, method):
     _, x, y = fitted
-    given = as_unit_rows(x)
+    given = check_X(x)
     kept = given.copy()
     given.flags.writeable = False
     EmbeddingAdapter(method, max_unseen_loss=None).fit(given, y).transform(given)
@@ -490,7 +490,7 @@ def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, met
 def test_the_selection_is_that_of_all_rows(many_rows):
     x, y = many_rows
     e = EmbeddingAdapter("wccn", random_state=3).fit(x, y)
-    alone = select_adapter(as_unit_rows(x), estimator._number_by_first_occurrence(y), ["wccn"], random_state=3)
+    alone = select_adapter(check_X(x), estimator._number_by_first_occurrence(y), ["wccn"], random_state=3)
     drop = dict(columns="seconds")
     pd.testing.assert_frame_equal(e.selection_.table.drop(**drop), alone.table.drop(**drop))
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ega.data import files
-from ega.data.arrays import InputError, encode_labels
+from ega.data.arrays import InputError, check_y
 from ega.data.files import (
     atomic_write,
     hash_arrays,
@@ -87,7 +87,7 @@ def test_labels_of_a_file(case, tmp_path):
 
     def labels():
         y = read_labels(path, **options)
-        labels, classes = encode_labels(y, options.get("n"), unlabelled=options.get("unlabelled"))
+        labels, classes = check_y(y, options.get("n"), unlabelled=options.get("unlabelled"))
         return [None if label < 0 else classes[label].item() for label in labels]
 
     if case["result"] == "error":
@@ -115,7 +115,7 @@ def test_only_one_column_of_a_parquet_file_needs_no_name_and_others_do(tmp_path)
     assert read_labels(tmp_path / "y.parquet", "kind").tolist() == ["owl", "asp"]
     for column in (None, "vector"):
         with pytest.raises(InputError):
-            encode_labels(read_labels(tmp_path / "y.parquet", column))
+            check_y(read_labels(tmp_path / "y.parquet", column))
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])

@@ -22,7 +22,7 @@ from sklearn.base import clone
 from torch.nn import functional as F
 
 from ega import EmbeddingAdapter, read_pack
-from ega.data.arrays import InputError, as_unit_rows, encode_labels, spawn_rngs
+from ega.data.arrays import InputError, check_X, check_y, spawn_rngs
 from ega.method.adapters import LinearAdapter
 from ega.method.config import (
     METHODS,
@@ -816,10 +816,10 @@ def test_the_loss_of_contributing_is_the_one_compared_here():
 
 def test_a_registered_loss_is_trained_with_its_options(registry, intents):
     "The weights are those of the training loop with the function itself."
-    x, y = as_unit_rows(intents[0]), intents[1]
+    x, y = check_X(intents[0]), intents[1]
     config = linear(CIRCLE)
     e = EmbeddingAdapter(("linear_circle", config), max_unseen_loss=None, device="cpu").fit(intents[0], y)
-    labels, _ = encode_labels(y, len(x))
+    labels, _ = check_y(y, len(x))
     adapter, objective = LinearAdapter(x.shape[1]), pairwise_objective(functools.partial(circle, m=0.25, gamma=16.0))
     train(adapter, objective, x, labels, rngs=spawn_rngs(0), config=config.train, device="cpu")
     assert torch.equal(e.adapter_.weight, adapter.weight) and not torch.equal(adapter.weight, torch.eye(x.shape[1]))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_runs import make_packs
 
-from ega.data.arrays import InputError, as_unit_rows, normalize
+from ega.data.arrays import InputError, check_X, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
 from ega.data.vectors import open_vectors, read_embeddings
 from ega.deploy import transform as transform_module
@@ -60,7 +60,7 @@ def vectors(path, column="v"):
 
 
 def transform_blocks(f, x, batch):
-    x = as_unit_rows(x)  # float16 rows have norm 1 only up to their own rounding
+    x = check_X(x)  # float16 rows have norm 1 only up to their own rounding
     return np.concatenate(
         [transform(f, x[i : i + batch], batch_size=batch, device="cpu") for i in range(0, len(x), batch)]
     )
