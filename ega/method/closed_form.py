@@ -18,10 +18,10 @@ from scipy.sparse import csr_array
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from ..data.arrays import InputError, check_embeddings, check_labels, iter_unit_rows, normalize, rows_by_class
+from ..data.arrays import InputError, check_embeddings, check_labels, normalize, rows_by_class
 from ..data.files import atomic_write, check_output, read_npz
 from ..data.threads import limit_threads
-from ..data.vectors import check_embeddings_file, iter_normalized_batches, open_vectors, read_embeddings
+from ..data.vectors import read_matrix
 from ..measure.metrics import loo_lp_at_k
 
 # %% ../../nbs/method/05_closed_form.ipynb #linearmap
@@ -221,21 +221,12 @@ def class_statistics(
         parts = ray.get([read_file.remote(path, y) for path, y in files])
         statistics = functools.reduce(ClassStatistics.merge, parts, ClassStatistics(d))
     """
-    path = check_embeddings_file(path, column)
-    if path.suffix in (".npy", ".parquet"):
-        vectors = open_vectors(path, column=column)
-        n, blocks = vectors.n, iter_normalized_batches(vectors, 0, _ROWS_AT_ONCE)
-    else:
-        x, _ = read_embeddings(path, column)
-        n, blocks = len(x), (block for _, block in iter_unit_rows(x, _ROWS_AT_ONCE))
-    y = check_labels(y, n)
-    first, statistics = 0, None
-    for block in blocks:
-        statistics = statistics or ClassStatistics(block.shape[1])
+    matrix = read_matrix(path, column=column)
+    y = check_labels(y, matrix.n)
+    first, statistics = 0, ClassStatistics(matrix.dim)
+    for block in matrix.unit_blocks(0, _ROWS_AT_ONCE):
         statistics.update(block, y[first : first + len(block)])
         first += len(block)
-    if statistics is None:
-        raise InputError(f"{path}: expected at least one row, got none; save a matrix with rows")
     return statistics
 
 # %% ../../nbs/method/05_closed_form.ipynb #919768a6
