@@ -111,8 +111,9 @@ class ClassStatistics:
 
     def covariances(self) -> tuple[np.ndarray, np.ndarray]:
         "Covariance within classes S_w and covariance between classes S_b, both (d, d) and divided by n."
-        if len(self.classes) < 2:
-            raise InputError(f"y must hold at least 2 classes, got {len(self.classes)}; add rows of other classes")
+        if len(self.classes) < 2 or self.n == len(self.classes):
+            got = f"{self.n} rows of {len(self.classes)} classes"
+            raise InputError(f"y must hold at least 2 classes and a class with at least two rows, got {got}; add rows")
         weighted_means = self.sums / np.sqrt(self.counts)[:, None]
         within = (self.squares - weighted_means.T @ weighted_means) / self.n
         between = self.between_factor()
