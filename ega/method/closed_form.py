@@ -221,7 +221,7 @@ class ValidatedWCCN(LinearMap):
         return self._set_map(np.eye(x.shape[1]) if is_loss else whitening.matrix_, whitening.mean_)
 
     def _left_out_changes(self, x, y) -> np.ndarray:
-        "Mean change of LP@1 that whitening with the other classes makes to each class (C,); empty with too few classes."
+        "Mean change of LP@1 of each class (C,) by whitening with other classes; empty with too few classes."
         from sklearn.covariance import shrunk_covariance
 
         rng = np.random.default_rng(self.random_state)
