@@ -99,7 +99,7 @@ def test_neighbours_are_sorted_by_distance_then_row_number():
 
 @pytest.mark.parametrize("k", [1, 4, 60])
 def test_ivf_equals_the_index_of_faiss_and_lists_read_by_hand(k):
-    "FAISS scans query after query; by hand: the nearest centres, then brute force in their lists. k = 60 needs padding."
+    "FAISS scans query by query; by hand: the nearest centres, then brute force in their lists. k = 60 needs padding."
     xq, xb = rows(400, 8, 13), rows(300, 8, 14) * np.linspace(0.5, 2, 300, dtype="f4")[:, None]
     index = faiss.IndexIVFFlat(faiss.IndexFlatL2(8), 8, 7)
     index.cp.seed, index.cp.min_points_per_centroid = 3, 1
