@@ -175,9 +175,9 @@ def build_objective(
             objective = dataset_triplet_objective(margin, index, self_positive=config.self_positive)
     elif inputs == "proxies":
         loss, rows = _configured_loss(config, x, y), torch.as_tensor(x, device=device)
-        objective = proxy_objective(loss, index, rows, name=repr(config.kind))
+        objective = proxy_objective(loss, index, rows)
     else:
-        objective = pairwise_objective(_configured_loss(config, x, y), name=repr(config.kind))
+        objective = pairwise_objective(_configured_loss(config, x, y))
     if inputs != "triplets":
         _check_gradient(objective, y, x.shape[1], config.kind, device)
     return with_displacement_penalty(objective, config.lam) if config.lam else objective

@@ -561,15 +561,10 @@ def test_scale_residual_scales_the_offset_too():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: transform(make("LinearAdapter", 4), np.eye(3)),
-        lambda: transform(make("LinearAdapter", 4), 2 * np.eye(4)),
-        lambda: transform(make("LinearAdapter", 4), np.full((2, 4), np.nan)),
-        lambda: transform(3, np.eye(4)),
         lambda: interpolate(circle_points(10), circle_points(190), 0.5),
-        lambda: merge_linear(np.eye(4), LinearAdapter(4, bias=True), x=np.eye(4)),
         lambda: scale_residual(make("PaperEGA", 4), 0.5),
     ],
-    ids=["width", "norm", "NaN", "no adapter", "opposite rows", "merged bias", "nested blocks"],
+    ids=["opposite rows", "nested blocks"],
 )
 def test_wrong_input_is_refused(call):
     with pytest.raises(InputError):
@@ -592,8 +587,6 @@ def with_nan():
     [
         lambda: nn.Linear(4, 4),
         lambda: BoundedDisplacementAdapter(OtherModule(4, 4), 0.1),
-        lambda: BoundedDisplacementAdapter(BoundedDisplacementAdapter(make("LinearAdapter", 4), 0.2), 0.1),
-        lambda: BoundedDisplacementAdapter(make("LinearAdapter", 18), 1.9999).half(),  # rounds to 2
         with_nan,
     ],
 )

@@ -430,13 +430,11 @@ def detached_proxies(z, y, proxies):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda z, y: z.detach().sum(),
         lambda z, y: 0 * z.sum(),
         lambda z, y: torch.ones((), requires_grad=True),
         lambda z, y: (z * z).sum(),
         lambda z, y: ((z @ z.T) > 0.5).float().mean() + 0 * z.sum(),
         detached_proxies,
-        lambda z, y: z.sum(1),
         lambda z, y: 1e30 * (z @ z.T).square().mean(),
         lambda z, y: 1e-30 * (z @ z.T).square().mean(),
         lambda z, y: (z @ z.T).sum() * float("nan"),
