@@ -425,9 +425,10 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 # %% ../../nbs/method/01_adapters.ipynb #save-adapter
 def save_adapter(adapter: nn.Module, path: Path | str) -> Path:
     "Write an adapter to one safetensors file, also in place of another adapter, and return its path."
-    path, config, state = Path(path), adapter_config(adapter), _cpu_state(adapter)
+    path, config = Path(path), adapter_config(adapter)
     if config is None:
         raise InputError(f"adapter must be one of {', '.join(_CONFIG)}, got {type(adapter).__name__}")
+    state = _cpu_state(adapter)
     if not all(t.isfinite().all() for t in state.values()):
         raise InputError("the weights of the adapter have NaN or inf; train again with a lower learning rate")
     if path.is_file() and path.stat().st_size:

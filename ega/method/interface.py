@@ -251,6 +251,6 @@ def read_adapter(
             f"expected the adapter with fingerprint {fingerprint[:12]}, got {a.fingerprint[:12]}; embeddings of "
             "different adapters cannot be compared: pass the adapter that was used, or migrate"
         )
-    if columns is not None and not (isinstance(columns, list) and len(columns) == a.input_dim):
-        raise InputError(f"{folder}: expected a list of the names of {a.input_dim} columns; save it again")
+    if columns is not None and not (isinstance(columns, list) and len({*map(str, columns)}) == a.input_dim):
+        raise InputError(f"{folder}: expected the distinct names of {a.input_dim} columns; save it again")
     return _with_columns(a, columns)
