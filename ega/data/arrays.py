@@ -168,7 +168,8 @@ def check_matrix(X: Any, dim: int | None = None, *, name: str = "X") -> Any:
     "Check container, type and shape of a matrix, whose rows `iter_unit_rows` checks; a tensor stays where it is."
     if not hasattr(X, "detach"):
         return _to_array(X, name, dim)
-    _to_array(X[:1] if X.ndim == 2 else X, name, dim)
+    is_dense = X.ndim == 2 and str(X.layout) == "torch.strided"
+    _to_array(X[:1] if is_dense else X, name, dim)
     return X
 
 
@@ -468,7 +469,7 @@ def check_index(X: Any, y: Any) -> None:
     Rows are matched by position, so labels would go to other rows. Another index, such as 0, 1, ..., is accepted.
     """
     if len(getattr(X, "shape", ())) == 1 and len(getattr(y, "shape", ())) == 2:
-        raise InputError(f"expected X of shape (n, d) and y of (n,), got {X.shape} and {y.shape}: were they exchanged?")
+        raise InputError(f"X has shape {X.shape} and y has {y.shape}, expected (n, d) and (n,): were they exchanged?")
     if not (hasattr(X, "iloc") and hasattr(y, "iloc")) or len(X) != len(y) or X.index.equals(y.index):
         return
     if Counter(X.index) == Counter(y.index):
