@@ -248,7 +248,9 @@ def caveats(table: pd.DataFrame) -> list[str]:
     drawn = _counts(table[table.n_queries < table.n_rows], "{n_queries:,} of {n_rows:,} {group}")
     few = _counts(table[table.n_queries < 30], "{n_queries} {group}")
     galleries = table.gallery[table.n_gallery_classes == 1].unique()
-    one_class = [f"The {g} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings." for g in galleries]
+    one_class = [
+        f"The {g} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings." for g in galleries
+    ]
     notes = {  # sentence: whether it applies
         "Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.": (
             "trained on" in groups
