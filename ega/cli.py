@@ -196,7 +196,7 @@ def _check_fit(args):
     if args.pairs is not None:
         _refuse({"--method": None if args.method == "auto" else args.method}, "with --pairs; use --side")
     elif args.method != "auto":
-        check_method(args.method, list_all=True)
+        check_method(args.method)
     elif args.max_unseen_loss is None and args.pairs is None:
         raise InputError("--max-unseen-loss none compares nothing, so --method must name what to fit, such as wccn")
     if args.max_unseen_loss is None:
