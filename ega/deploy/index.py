@@ -68,7 +68,10 @@ def _make_index(index, dim):
     "A FAISS index of a factory string, or the given one; it must hold `dim` columns and number its rows."
     faiss = import_faiss()
     if isinstance(index, str):
-        index = faiss.index_factory(dim, index)
+        try:
+            index = faiss.index_factory(dim, index)
+        except RuntimeError as error:
+            raise InputError(f"index must be a factory string such as IVF100,Flat, got {index!r}") from error
     if not isinstance(index, faiss.Index) or index.d != dim or index.metric_type != faiss.METRIC_L2:
         raise InputError(f"index must be a factory string or a FAISS index of {dim} columns with METRIC_L2")
     if not _numbers_its_rows(index):
