@@ -21,17 +21,12 @@ from typing import Any, NamedTuple
 import ega
 
 # %% ../nbs/deploy/10_cli.ipynb #read-rows
-def _is_folder_of_pairs(source):
-    "Whether a path is a folder, as `ega embed --pairs` writes it."
-    return Path(source).is_dir()
-
-
 def _open_matrix(path, column):
     "Open a file of embeddings, which must not be adapted yet."
-    from ega.data.vectors import read_matrix
+    from ega.data.vectors import check_not_adapted, read_matrix
 
     matrix = read_matrix(path, column=column)
-    matrix.check_not_adapted()
+    check_not_adapted(matrix)
     return matrix
 
 
@@ -67,11 +62,8 @@ class _PairInputs(NamedTuple):
 
 def _read_named(path, column):
     "Embeddings of a file, and the id and the split of each row; the ids are row numbers where the file has none."
-    from ega.data.packs import read_pack
-
     matrix = _open_matrix(path, column)
-    if matrix.pack is not None:
-        es = read_pack(path)
+    if es := matrix.embedding_set:
         return es.x, es.ids.tolist(), es.split.tolist()
     return matrix.array(), [str(row) for row in range(matrix.n)], [""] * matrix.n
 
