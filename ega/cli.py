@@ -591,8 +591,11 @@ def _migrate(args):
 # %% ../nbs/deploy/10_cli.ipynb #search
 def _search(args):
     "Print the nearest rows of a store for each query."
+    from ega.data.arrays import InputError
     from ega.deploy.stores import open_store
 
+    if args.where is not None and not args.store.endswith(".lance"):
+        raise InputError("--where is for a LanceDB table; leave it out")
     x, names = _read_queries(args)
     options = {} if args.where is None else {"where": args.where}
     with open_store(args.store, collection=args.collection) as store:

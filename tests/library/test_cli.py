@@ -99,7 +99,7 @@ def test_info_describes_an_adapter(data, call):
     assert (contents["method"], contents["strength"]) == (adapter.selection_.method, adapter.selection_.strength)
     assert re.search(r"^ +classes  12\n +rows  120\n", call("info", "out")[1], re.M)
     code, _, message = call("info", "fitted")
-    assert code == 2 and "adapter.json" in message
+    assert code == 2 and "adapter" in message
 
 
 def test_transform_resumes_after_interruption(tmp_path):
@@ -176,6 +176,7 @@ def data(tmp_path, monkeypatch):
     for folder in ("there", "fitted", "t.lance"):
         Path(folder).mkdir()
     Path("there/file").write_text("kept")
+    Path("texts.csv").write_text("text\nhello\n")
     Path("taken.html").write_text("kept")
     save_adapter(LinearAdapter(8), "fitted/adapter.safetensors")
     return x, y
@@ -341,12 +342,11 @@ WRONG = {  # arguments: a word of the message
     "fit x.npy none.npy -o out": "label",
     "fit x.npy y.csv --label-column class -o out": "class",
     "fit x.npy y.npy --column v -o out": "column",
-    "fit x.parquet y.npy --column n -o out": "'n'",
+    "fit x.parquet y.npy --column n -o out": "column",
     "fit x.npy headless.csv -o out": "119",
     "fit x.npy shuffled.csv -o out": "order",
     "fit x.npy y.npy -o there": "there",
     "fit x.npy y.npy -o x.npy": "x.npy",
-    "fit x.npy y.npy -o there --overwrite": "there",
     "fit there y.npy -o out": "folder",
     "fit x.npy y.npy -o out --method nope": "nope",
     "fit x.npy y.npy -o out --max-unseen-loss=-1": "max_unseen_loss",
@@ -356,7 +356,7 @@ WRONG = {  # arguments: a word of the message
     "fit x.npy y.npy -o out --max-unseen-loss none": "max_unseen_loss",
     "fit x.npy y.npy -o out --split test": "--pairs",
     "fit x.npy y.npy -o out --unlabelled 99": "99",
-    "evaluate a.safetensors x.npy y.npy": "a.json",
+    "evaluate a.safetensors x.npy y.npy": ".json",
     "evaluate there x.npy y.npy": "there",
     "evaluate none x.npy y.npy": "none",
     "report fitted x.npy y.npy -o r.pdf": ".pdf",
@@ -367,7 +367,7 @@ WRONG = {  # arguments: a word of the message
     "transform a.safetensors x.npy -o z.parquet": ".npy",
     "transform a.safetensors y.csv -o z.csv": ".csv",
     "migrate a.safetensors x.npy --vectors x.npy": "x.npy",
-    "migrate a.safetensors t.lance --vectors x.npy": "x.npy",
+    "migrate a.safetensors t.lance --vectors x.npy": "t.lance",
     "migrate a.safetensors fitted --vectors x.npy": "fitted",
     "migrate a.safetensors other": "other",
     "migrate a.safetensors versions --collection=": "empty",
@@ -375,7 +375,7 @@ WRONG = {  # arguments: a word of the message
     "info x.npy": "x.npy",
     "info there": "there",
     "info x.parquet": "x.parquet",
-    "embed there --encoder nothing": "nothing",
+    "embed texts.csv --encoder nothing": "nothing",
     "embed missing --encoder timm:x": "missing",
     "embed there --dataset pet --encoder timm:x": "both",
     "embed there --encoder timm:x --splits train": "splits",
@@ -755,7 +755,7 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(pairs, call)
         found.append(json.loads(out)["fingerprint"])
     assert len(set(found)) == 1
     code, _, message = call("evaluate", "fit1", "queries.npy", "--pairs", "none.csv", "--documents", "documents.npy")
-    assert code == 2 and "none.csv: no such file; expected a file of pairs" in message
+    assert code == 2 and "none.csv" in message
 
 
 @pytest.mark.parametrize(
@@ -793,12 +793,12 @@ def test_transform_takes_a_side_of_an_adapter_of_pairs(call, tmp_path, monkeypat
         code, _, message = call("transform", "adapter", "x.npy", "--side", side, "-o", f"{side}.npy", "--quiet")
         assert code == 0 and np.allclose(np.load(f"{side}.npy"), z, atol=1e-6), message
     wrong = {
-        ("adapter",): "has two sides; add --side document for stored documents, --side query for queries",
+        ("adapter",): "add --side",
         (
             "one.safetensors",
             "--side",
             "query",
-        ): "--side has no effect unless the adapter is a folder of `ega fit --pairs`",
+        ): "leave out --side",
     }
     queries = Path("adapter/adapter.queries.safetensors")
     for (path, *side), words in wrong.items():
