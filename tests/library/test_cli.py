@@ -477,13 +477,6 @@ def test_ctrl_c_while_modules_load_is_one_sentence(place, args):
     assert done.stderr == f"{args[0]}: interrupted; run the same command again\n"
 
 
-def test_transform_refuses_weights_that_the_description_is_not_of(data, call):
-    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
-    save_adapter(ReleasedEGA(8, gen=torch.Generator().manual_seed(0)), "out/adapter.safetensors")
-    code, _, err = call("transform", "out", "x.npy", "-o", "z.npy", "--quiet")
-    assert code == 2 and "describes other weights" in err and not Path("z.npy").exists()
-
-
 @pytest.mark.parametrize("source", ["x.npy", "v.parquet", "p.parquet"])
 def test_labels_whose_ids_are_in_another_order_are_refused(source, data, call):
     x, y = data
