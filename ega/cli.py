@@ -214,7 +214,7 @@ def _fit(args):
     print(_wrap(f"{selection.method}{strength}: {selection.reason}"))
     print(args.out)
 
-
+# %% ../nbs/deploy/10_cli.ipynb #fit-estimator
 def _new_estimator(args, estimator_class, method_or_side):
     "An estimator with the settings of the command; those that were not given have their defaults."
     names = ("max_unseen_loss", "unseen_share", "confidence", "n_jobs", "device")
@@ -320,7 +320,7 @@ def _update(args):
     result |= {"fingerprint": adapter.fingerprint_, "estimate": estimate._asdict() if has_queries else None}
     print(json.dumps(result))
 
-
+# %% ../nbs/deploy/10_cli.ipynb #describe-update
 def _describe_update(present, adapter, estimate):
     "Say what changed from one adapter to the next, and what that changes for rows like the new ones."
     rows, classes, selection = adapter.statistics_.n, len(adapter.classes_), adapter.selection_
@@ -376,7 +376,7 @@ def _evaluate_labels(args, adapter):
     sentences = _sentences(table, y, args.unlabelled, adapter.classes_)
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{sentences}"
 
-
+# %% ../nbs/deploy/10_cli.ipynb #evaluate-labels
 def _sentences(table, y, unlabelled, fitted):
     "What the table of `ega.evaluate` says, which classes the labels have, and what limits it."
     from ega.data.arrays import check_y, match_classes
@@ -397,7 +397,7 @@ def _sentences(table, y, unlabelled, fitted):
         text += f"; {count} as unseen: {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else '.'}"
     return "\n".join(map(_wrap, (summary_sentence(table), text, *caveats(table))))
 
-
+# %% ../nbs/deploy/10_cli.ipynb #evaluate-pairs
 def _evaluate_pairs(args, adapter):
     "The table of an adapter that was fitted on pairs, the sentences that explain it and, with --show, examples."
     import pandas as pd
@@ -711,6 +711,8 @@ _ESTIMATE = [
     _SHARE,
     _JSON,
 ]
+
+# %% ../nbs/deploy/10_cli.ipynb #arguments-of-fit
 _FIT = [
     *_DATA,
     *_PAIRS,
@@ -735,6 +737,8 @@ _UPDATE = [
     _DEVICE,
     _JSON,
 ]
+
+# %% ../nbs/deploy/10_cli.ipynb #arguments-of-evaluate
 _EVALUATE = [
     _ADAPTER,
     *_DATA,
@@ -773,6 +777,8 @@ _TRANSFORM = [
     _JSON,
     _QUIET,
 ]
+
+# %% ../nbs/deploy/10_cli.ipynb #arguments-of-migrate
 _ACTIVATE_HELP = (
     "search the vectors of this adapter from now on, or, without adapting anything, those of an earlier VERSION "
     "(LanceDB and Qdrant: `vector` for the vectors before any adapter)"
