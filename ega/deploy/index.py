@@ -246,7 +246,7 @@ class AdaptedIndex:
             adapter_folder = folder / f"adapter-{about['fingerprint'][:16]}"
             adapter = read_adapter(adapter_folder, about["fingerprint"], adapter, columns=about["columns"])
             index = import_faiss().read_index(str(folder / about["index"]))
-            ids = read_json(folder / about["ids"], "a list of ids", root_type=list, max_bytes=2**32)
+            ids = read_json(folder / about["ids"], "a list of ids", root_type=list)
         return cls(adapter, index, ids)
 
 # %% ../../nbs/deploy/02_index.ipynb #fold
