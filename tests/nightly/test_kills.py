@@ -30,7 +30,7 @@ from ega.experiments import grids
 from ega.measure.evaluation import evaluate
 from ega.method import training
 from ega.method.active_ratio import index_rows_by_class, random_dataset_triplets
-from ega.method.adapters import LinearAdapter, ReleasedEGA, save_adapter
+from ega.method.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, save_adapter
 from ega.method.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -267,7 +267,7 @@ def wide_adapter():
 
 WRITERS = {
     "pack": lambda f: packs.write_pack(embedding_set(400), f / "p.parquet", dtype="float32"),
-    "adapter": lambda f: save_adapter(ReleasedEGA(6, hidden=512), f / "a.safetensors"),
+    "adapter": lambda f: save_adapter(LoRAAdapter(64, rank=8, gen=torch.Generator()), f / "a.safetensors"),
     "estimator": lambda f: wide_adapter().save(f / "e"),
     "index": lambda f: AdaptedIndex(np.eye(6, dtype="f4")).add(rows(900)).save(f / "i"),
     "monitor": lambda f: Monitor.fit(rows(900), np.eye(6, dtype="f4"), horizon=5).save(f / "m"),
