@@ -273,7 +273,7 @@ def _check_report(args):
 def _check_embed(args):
     "Check the arguments of `ega embed`."
     from ega.data.arrays import InputError
-    from ega.data.encoders import check_encoder
+    from ega.data.encoders import encoder_spec
     from ega.data.files import check_output
 
     if (args.source is None) == (args.dataset is None):
@@ -292,7 +292,7 @@ def _check_embed(args):
     else:
         flags = {"--query-prefix": args.query_prefix, "--document-prefix": args.document_prefix}
         _refuse(flags, "without --pairs")
-    check_encoder(args.encoder)
+    encoder_spec(args.encoder)
     endings = (".parquet",) if args.out.endswith(".parquet") and not args.pairs else ()
     if not endings:
         _check_folder_name(args.out)
@@ -370,7 +370,7 @@ def _check_migrate(args):
 
 def _check_search(args):
     "Check the arguments of `ega search`."
-    from ega.data.encoders import check_encoder
+    from ega.data.encoders import encoder_spec
     from ega.data.vectors import check_embeddings_file
 
     _check_adapter(args.adapter)
@@ -382,7 +382,7 @@ def _check_search(args):
     if args.encoder:
         _refuse({"--column": args.column}, "with --encoder")
         _check_exists(args.queries, "an image, a folder of images or a .csv")
-        check_encoder(args.encoder)
+        encoder_spec(args.encoder)
     else:
         check_embeddings_file(args.queries, args.column)
         _check_not_adapted(args.queries, args.column)

@@ -1466,7 +1466,7 @@ class LetterCounts:
 
 
 def test_pairs_from_texts_to_evaluation(beir, tmp_path, monkeypatch, call):
-    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.encoder_spec", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     embed = ("embed", beir, "--pairs", "--encoder", "all-MiniLM-L6-v2", "-o", "set", "--dtype", "float32", "--quiet")
@@ -1537,7 +1537,7 @@ def test_texts_that_are_skipped_are_counted(beir, tmp_path, monkeypatch, call):
                 raise ValueError("empty text")
             return super().prepare(text)
 
-    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.encoder_spec", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: NoEmptyText())
     monkeypatch.chdir(tmp_path)
     corpus = beir / "corpus.jsonl"
@@ -1553,7 +1553,7 @@ def test_texts_that_are_skipped_are_counted(beir, tmp_path, monkeypatch, call):
 def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_path, monkeypatch, call):
     "Texts where --show names them, ids where it does not; the page and the command have the same sentence."
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.encoder_spec", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -1579,7 +1579,7 @@ def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(beir, tmp_pa
 
 
 def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_path, monkeypatch, call):
-    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.encoder_spec", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
@@ -1607,7 +1607,7 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_pa
 )
 def test_from_texts_to_an_adapted_search_in_five_commands(package, store, beir, tmp_path, monkeypatch, call):
     pytest.importorskip(package)
-    monkeypatch.setattr("ega.data.encoders.check_encoder", lambda name: None)
+    monkeypatch.setattr("ega.data.encoders.encoder_spec", lambda name: None)
     monkeypatch.setattr(cli, "_load_encoder", lambda args: LetterCounts())
     monkeypatch.chdir(tmp_path)
     commands = (
