@@ -140,6 +140,8 @@ def read_clinc(path: str | Path) -> Source:
         order = sorted(content, key=_CLINC_SPLITS.index)
         rows = [(f"{split}_{i:05d}", split, *row) for split in order for i, row in enumerate(content[split])]
         ids, splits, texts, intents = map(list, zip(*rows))
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("not all are texts")
     y, classes = _encode_names(["" if "oos" in split else intent for split, intent in zip(splits, intents)])
     return Source(Path(path).stem, texts, ids, y, splits, classes)
 

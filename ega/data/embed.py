@@ -92,12 +92,14 @@ def _save_shard(shard, path):
         np.savez(f, **shard._asdict())
 
 
-def _load_shard(path):
-    "Read a finished shard; None when there is none, or a damaged one."
+def _load_shard(path, n):
+    "Read a finished shard of n inputs; None when there is none, or a damaged one."
     try:
-        return _Shard(**read_npz(path, _Shard._fields))
+        shard = _Shard(**read_npz(path, _Shard._fields))
     except InputError:
         return None
+    fits = shard.x.ndim == 2 and shard.reasons.shape == (n,) and len(shard.x) == np.sum(shard.reasons == "")
+    return shard if fits else None
 
 # %% ../../nbs/data/07_embed.ipynb #shard-folder
 def _open_shard_folder(
@@ -140,7 +142,7 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
 
     rows = _divide(range(len(source)), shard_rows)
     paths = [folder / f"{part.start:09d}.npz" for part in rows]
-    shards = [_load_shard(path) for path in paths]
+    shards = [_load_shard(path, len(part)) for path, part in zip(paths, rows)]
     batches = [_divide(part, batch_size) if shard is None else [] for part, shard in zip(rows, shards)]
     missing = [batch for of_shard in batches for batch in of_shard]
     prepare = partial(_prepare_input, source, encoder)

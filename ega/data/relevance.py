@@ -23,7 +23,7 @@ from .arrays import InputError
 from .datasets import Source
 from .embed import embed
 from .encoders import Encoder, load_encoder
-from .files import atomic_write, check_is_file, check_output, read_csv_columns, reading
+from .files import atomic_write, check_is_file, check_output, read_csv_columns, reading, short_error
 from .packs import EmbeddingSet, read_pack, read_parquet, write_pack
 
 # %% ../../nbs/data/08_relevance.ipynb #d01f8fe1
@@ -43,7 +43,10 @@ def check_pairs(
 ) -> np.ndarray:  # (m, 3) int64; equal pairs once, in their order
     "Check pairs of query and document and convert them to int64; without a third column every grade is 1."
     expected = "pairs must be an array (m, 2) or (m, 3) of query row, document row and grade, whole numbers from 0"
-    a = np.asarray(pairs, dtype=np.float64)
+    try:
+        a = np.asarray(pairs, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{expected}; got {short_error(error)}") from error
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"{expected}; got shape {a.shape}")
     limits = (n_queries, n_documents, 2**31)[: a.shape[1]]
@@ -138,12 +141,12 @@ def match_pairs(
 ) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
     "Replace the ids of pairs by row numbers of the queries and documents."
     rows = table[["grade"]].copy()
-    for column, ids in (("query", query_ids), ("document", document_ids)):
+    for side, column, ids in (("queries", "query", query_ids), ("documents", "document", document_ids)):
         rows[column] = pd.Index(list(map(str, ids)), dtype=object).get_indexer(table[column])
         if on_missing != "skip" and (rows[column] < 0).any():
             missing = table[column][rows[column] < 0].unique().tolist()
             raise InputError(
-                f"pairs name {len(missing)} ids of the column {column} that are missing, such as {missing[:3]}; "
+                f"pairs name {len(missing)} {side} that are missing, such as {missing[:3]}; "
                 "add them or drop these pairs; are the columns swapped, or the ids row numbers from 0?"
             )
     pairs = rows.loc[(rows >= 0).all(axis=1), ["query", "document", "grade"]]
