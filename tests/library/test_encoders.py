@@ -142,7 +142,7 @@ WRONG = {
     "unknown model of timm": ("timm:nonsense", dict(weights="random")),
     "unknown tag of open_clip": ("open_clip:ViT-B-32:nonsense", {}),
     "weights of a package": ("efficientnet-lite0", dict(weights="x.pt")),
-    "precision of a package": ("all-MiniLM-L6-v2", dict(precision="float16")),
+    "precision of a package": ("efficientnet-lite0", dict(precision="float16")),
     "unknown precision": ("timm:vit_tiny_patch16_224", dict(weights="random", precision="int8")),
     "missing weights": ("timm:vit_tiny_patch16_224", dict(weights="none.pt")),
 }
@@ -150,7 +150,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name, options", WRONG.values(), ids=WRONG)
 def test_wrong_encoders(name, options, tiny, tmp_path, monkeypatch):
-    needs("torchvision", "open_clip", "timm")
+    needs("torchvision", "open_clip", "timm", "efficientnet_lite_pytorch")
     monkeypatch.chdir(tmp_path)
     Path("bad.onnx").write_bytes(b"not a model")
     with pytest.raises(InputError):
