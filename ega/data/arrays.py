@@ -90,11 +90,6 @@ def _to_array(X, name, dim=None):
     return a
 
 
-def _to_float32(a):
-    with np.errstate(over="ignore", invalid="ignore"):  # float64 beyond the range of float32 becomes inf
-        return np.ascontiguousarray(a, dtype=np.float32)
-
-
 def _scale_rows(a, single, name, first_row):
     "Unit rows of `single`, the float32 copy of `a`; `InputError` for NaN, inf, rows of zeros and values out of range."
     largest = np.maximum(single.max(1, keepdims=True), -single.min(1, keepdims=True))  # NaN and inf stay
@@ -142,7 +137,8 @@ def normalize(x: "ArrayLike", name: str = "x", *, dim: int | None = None, first_
      [ 0.  -1. ]]
     """
     a = _to_array(x, name, dim)
-    return _scale_rows(a, _to_float32(a), name, first_row)
+    with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf
+        return _scale_rows(a, np.asarray(a, np.float32), name, first_row)
 
 
 def check_X(
@@ -154,8 +150,8 @@ def check_X(
 ) -> np.ndarray:  # (n, d) float32 unit rows; x itself if it is that already
     "Bring rows to norm 1; rows that have it already, up to 1e-5 for the rounding of float32, keep their bits."
     a = _to_array(x, name, dim)
-    single = _to_float32(a)
     with np.errstate(over="ignore", invalid="ignore"):  # the norm of entries such as 1e30 becomes inf
+        single = np.ascontiguousarray(a, dtype=np.float32)
         is_unit = np.abs(np.sqrt(np.einsum("ij,ij->i", single, single)) - 1) <= 1e-5
     if is_unit.all():
         return single
@@ -204,7 +200,8 @@ def check_number(
 
 def check_embeddings(x: "ArrayLike", name: str = "x", *, dim: int | None = None, first_row: int = 0) -> np.ndarray:
     "Convert a matrix to contiguous float32, or raise `InputError` if it is not finite."
-    single = _to_float32(_to_array(x, name, dim))
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = np.ascontiguousarray(_to_array(x, name, dim), dtype=np.float32)
     if not (is_finite := np.isfinite(single).all(1)).all():
         raise InputError(f"{name} has NaN or inf, first in row {first_row + is_finite.argmin()}")
     return single
@@ -383,10 +380,14 @@ def parse_label_fields(
     return column.to_numpy()
 
 # %% ../../nbs/data/01_arrays.ipynb #match-classes
-def _written_integer(text):
-    "The integer that a text such as 7, 007 or 7.0 stands for, else None."
-    match = re.fullmatch(r"(-?[0-9]{1,18})(?:\.0*)?", text)
-    return int(match[1]) if match else None
+def _as_written(text):
+    "What all spellings of a label share: 7 of 7, 007 and 7.0, else the text in lower case without blanks around it."
+    match = re.fullmatch(r"(-?)0*([0-9]+)(?:\.0*)?", text)
+    return match[1] + match[2] if match else text.strip().casefold()
+
+
+def _is_number(text):
+    return re.fullmatch("-?[0-9]+", text) is not None
 
 
 def match_classes(
@@ -403,26 +404,20 @@ def match_classes(
             f"{classes[:3].tolist()}; convert them, as with y.astype({'str' if kind == 'integers' else 'int'})"
         )
     known = np.isin(classes, fitted)
-    if kind == "texts":
-        _check_spelling(classes[~known].tolist(), fitted.tolist())
+    if kind == "integers" or known.all():
+        return known
+    unknown = [_as_written(text) for text in classes[~known].tolist()]
+    spellings = {_as_written(text): text for text in fitted.tolist()}
+    if same := [text for text in unknown if text in spellings]:
+        raise InputError(
+            f"label {same[0]!r} is class {spellings[same[0]]!r} of fit in another spelling; write it alike"
+        )
+    if not any(map(_is_number, spellings)) and all(map(_is_number, unknown)):
+        raise InputError(f"labels must be names of classes such as {fitted[:3]}, as in fit, got numbers {unknown[:3]}")
     return known
 
 
-def _check_spelling(unknown, fitted):
-    "Raise `InputError` if unknown texts (list) are classes of fit (list) written in another way, or all numbers."
-    written = {number: text for text in fitted if (number := _written_integer(text)) is not None}
-    folded = {text.strip().casefold(): text for text in fitted}
-    for text in unknown:
-        if same := written.get(_written_integer(text)) or folded.get(text.strip().casefold()):
-            raise InputError(f"label {text!r} is class {same!r} of fit in another spelling; write them alike")
-    if unknown and not written and all(_written_integer(text) is not None for text in unknown):
-        raise InputError(f"labels must be names of classes such as {fitted[:3]}, as in fit, got numbers {unknown[:3]}")
-
-
-def check_rows_per_class(
-    labels: np.ndarray,  # (n,) int64 of `check_y`
-    classes: np.ndarray,  # (C,) its classes
-) -> None:
+def check_rows_per_class(labels: np.ndarray, classes: np.ndarray) -> None:
     "Raise `InputError` if no row is labelled, or if at least 20 labelled rows have more than half as many classes."
     n = int((labels >= 0).sum())
     if not n:
@@ -434,12 +429,7 @@ def check_rows_per_class(
         )
 
 # %% ../../nbs/data/01_arrays.ipynb #check-feature-names
-def check_feature_names(
-    estimator: Any,  # its `feature_names_in_` is set or compared
-    X: Any,  # array, or DataFrame with names of columns
-    *,
-    reset: bool,  # True in `fit`
-) -> None:
+def check_feature_names(estimator: Any, X: Any, *, reset: bool) -> None:
     """Store (reset) or compare the names of columns as scikit-learn does: `InputError` if they or their order differ.
 
     scikit-learn takes no notice of integer names; here they must not be those of `fit` in another order.
@@ -447,14 +437,15 @@ def check_feature_names(
     from sklearn.utils.validation import _check_feature_names  # takes a second to import
 
     names = list(X.columns) if hasattr(X, "iloc") and hasattr(X, "columns") else []
-    is_named = all(isinstance(name, (str, int, np.integer)) and not isinstance(name, bool) for name in names)
+    kinds = set(map(type, names))
+    is_named = all(issubclass(kind, (str, int, np.integer)) and kind is not bool for kind in kinds)
     if not is_named or len(set(names)) < len(names):
         raise InputError(f"names of columns must be distinct texts or integers, got {short_repr(names)}; rename them")
     try:
         _check_feature_names(estimator, X, reset=reset)
     except (ValueError, TypeError) as error:  # TypeError: texts and integers together
         raise InputError(str(error)) from error
-    integers = names if names and not any(isinstance(name, str) for name in names) else None
+    integers = names if kinds and str not in kinds else None
     if reset:
         estimator._integer_columns = integers
         return
