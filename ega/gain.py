@@ -95,7 +95,10 @@ def _make_folds(y, rng):
     "Folds of classes, and an empty text; no folds, and why nothing can be estimated, where there is too little data."
     n_classes = sum(len(rows) > 1 for rows in rows_by_class(y))
     if n_classes < MIN_CLASSES:
-        return [], f"{n_classes} classes have two labelled rows or more, and {MIN_CLASSES} are needed: label more classes"
+        return (
+            [],
+            f"{n_classes} classes have two labelled rows or more, and {MIN_CLASSES} are needed: label more classes",
+        )
     folds = leave_classes_out(y, rng, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
     for fold in folds:
         if not (len(rows_with_classmate(y, fold.fit)) and len(fold.seen_queries) and len(fold.unseen_queries)):
