@@ -116,22 +116,20 @@ def _check_device(device):
 
 def _check_not_adapted(path, column=None):
     "Raise `InputError` if a .npy or .parquet file records that its vectors were adapted."
-    from ega.data.vectors import check_not_adapted, open_vectors
+    from ega.data.vectors import check_not_adapted, read_matrix
 
     if str(path).endswith((".parquet", ".npy")):
-        check_not_adapted(open_vectors(path, column=column))
+        check_not_adapted(read_matrix(path, column=column))
 
 
 def _is_exchanged(source, labels):
     "Whether the file named as labels holds a matrix, and the one named as embeddings can hold labels."
     from ega.data.arrays import InputError
-    from ega.data.files import open_npy
-    from ega.data.vectors import check_embeddings_file, check_labels_file
+    from ega.data.vectors import check_labels_file, read_matrix
 
     try:
         check_labels_file(source)
-        check_embeddings_file(labels)
-        return Path(labels).suffix != ".npy" or open_npy(labels).shape[1] > 1
+        return read_matrix(labels).dim > 1
     except InputError:
         return False
 
@@ -139,10 +137,10 @@ def _is_exchanged(source, labels):
 def _check_data(args):
     "Check the embeddings and labels of `ega fit`, `ega evaluate` and `ega report`."
     from ega.data.arrays import InputError
-    from ega.data.vectors import check_embeddings_file, check_labels_file
+    from ega.data.vectors import check_labels_file, read_matrix
 
     try:
-        check_embeddings_file(args.source, args.column)
+        read_matrix(args.source, column=args.column)
     except InputError as error:
         if args.labels is None or not _is_exchanged(args.source, args.labels):
             raise
@@ -181,10 +179,10 @@ def _check_data_or_pairs(args):
             f"{args.source}: expected the folder that `ega embed` writes for queries and documents; for embeddings of "
             "queries alone name the others: --documents FILE --pairs FILE"
         )
-    from ega.data.vectors import check_embeddings_file
+    from ega.data.vectors import read_matrix
 
     for path in (args.source, args.documents):
-        check_embeddings_file(path, args.column)
+        read_matrix(path, column=args.column)
         _check_not_adapted(path, args.column)
     _check_exists(args.pairs, "a file of pairs")
 
@@ -304,7 +302,7 @@ def _check_transform(args):
     "Check the arguments of `ega transform`."
     from ega.data.arrays import InputError, check_installed
     from ega.data.files import check_output
-    from ega.data.vectors import check_not_adapted, open_vectors
+    from ega.data.vectors import check_not_adapted, read_matrix
 
     _check_adapter(args.adapter)
     if _has_pair_weights(args.adapter) and args.side is None:
@@ -317,7 +315,7 @@ def _check_transform(args):
     _check_exists(args.source, ".npy, .parquet or a folder of them")
     source, out = Path(args.source), Path(args.out)
     if source.is_file():
-        check_not_adapted(open_vectors(source, column=args.column))
+        check_not_adapted(read_matrix(source, column=args.column))
     else:
         _check_folder_name(args.out)
     resumes = Path(f"{out}.part.json").exists()
@@ -371,7 +369,7 @@ def _check_migrate(args):
 def _check_search(args):
     "Check the arguments of `ega search`."
     from ega.data.encoders import check_encoder
-    from ega.data.vectors import check_embeddings_file
+    from ega.data.vectors import read_matrix
 
     _check_adapter(args.adapter)
     _check_store_path(args)
@@ -384,7 +382,7 @@ def _check_search(args):
         _check_exists(args.queries, "an image, a folder of images or a .csv")
         check_encoder(args.encoder)
     else:
-        check_embeddings_file(args.queries, args.column)
+        read_matrix(args.queries, column=args.column)
         _check_not_adapted(args.queries, args.column)
     _check_store(args)
 
@@ -531,9 +529,10 @@ def _read_inputs(args, fitted_classes=()):
     from functools import partial
 
     from ega.data.arrays import InputError
-    from ega.data.vectors import check_same_order, read_embeddings, read_labels
+    from ega.data.vectors import check_same_order, read_labels, read_matrix
 
-    x, y = read_embeddings(args.source, args.column)
+    source = read_matrix(args.source, column=args.column)
+    x, y = source.array(), source.labels()
     if not args.labels:
         is_table = y is None and args.source.endswith(".parquet")
         if args.label_column and not is_table:
@@ -579,13 +578,12 @@ def _read_named(path, column):
     "Embeddings of a file, and the id and split of each row; the ids are row numbers where the file has none."
     import numpy as np
 
-    from ega.data.packs import read_pack
-    from ega.data.vectors import open_vectors, read_embeddings
+    from ega.data.vectors import read_matrix
 
-    if path.endswith(".parquet") and open_vectors(path, column=column).pack:
-        es = read_pack(path)
+    source = read_matrix(path, column=column)
+    if es := source.embedding_set:
         return es.x, es.ids.tolist(), es.split
-    x = read_embeddings(path, column)[0]
+    x = source.array()
     return x, [str(row) for row in range(len(x))], np.full(len(x), "")
 
 
@@ -1096,12 +1094,12 @@ def _read_queries(args):
             es = read_pack(pack)
         return es.x, es.ids.tolist()
     from ega.data.arrays import check_X
-    from ega.data.vectors import open_vectors, read_embeddings
+    from ega.data.vectors import read_matrix
 
-    if args.queries.endswith(".parquet") and open_vectors(args.queries, column=args.column).pack:
-        es = read_pack(args.queries)
+    source = read_matrix(args.queries, column=args.column)
+    if es := source.embedding_set:
         return es.x, es.ids.tolist()
-    x = check_X(read_embeddings(args.queries, args.column)[0], "X")
+    x = check_X(source.array(), "X")
     return x, list(range(len(x)))
 
 

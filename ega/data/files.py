@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from .arrays import InputError
 
@@ -103,9 +104,7 @@ def atomic_write(
     except OSError as error:
         error.filename = error.filename or str(path)  # where the disk is full the system names no file
         raise
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # what safetensors raises where the disk is full
-            raise
+    except SafetensorError as error:  # such as where the disk is full
         raise OSError(f"{path} cannot be written: {short_error(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -178,7 +177,8 @@ def hash_arrays(
 # %% ../../nbs/data/02_files.ipynb #short-error
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
-    *(SyntaxError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error, csv.Error, tokenize.TokenError),
+    *(SyntaxError, MemoryError, SafetensorError, zipfile.BadZipFile, zlib.error, struct.error, csv.Error),
+    tokenize.TokenError,
 )  # exceptions that parsers raise for damaged files
 
 
@@ -321,9 +321,12 @@ def read_npy_comment(
 def open_npy(
     path: Path | str,  # .npy file
 ) -> np.ndarray:  # read-only memory map
-    "Open a NumPy file as a memory map, or raise `InputError` if it is shorter than its header states."
+    "Open a NumPy file as a memory map, or raise `InputError` if it is shorter or longer than its header states."
     with reading(path, "a whole .npy file of numbers or texts"), np.errstate(over="raise"):
-        return np.lib.format.open_memmap(path, mode="r")
+        a = np.lib.format.open_memmap(path, mode="r")
+        if os.path.getsize(path) != a.offset + a.nbytes:
+            raise ValueError("it is longer than its header states")
+    return a
 
 # %% ../../nbs/data/02_files.ipynb #read-npz
 def _parse_npy(raw):

@@ -22,7 +22,7 @@ import numpy as np
 from ..data.arrays import InputError, import_optional, short_repr
 from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, read_json, short_error
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
-from ..data.vectors import check_not_adapted, iter_normalized_batches, open_vectors
+from ..data.vectors import check_not_adapted, read_matrix
 from .index import AdaptedIndex, _check_ids, _train_and_add
 from .transform import file_stat_key, progress_bar
 from ..measure.search import Neighbours
@@ -656,7 +656,7 @@ def _check_made_from(folder, made_from):
 
 def _read_vectors(source, adapter, column, ids):
     "The file of frozen embeddings, the ids of its rows (those given, those of a pack, or row numbers), and a record."
-    rows = open_vectors(source, adapter.documents.input_dim, column)
+    rows = read_matrix(source, adapter.documents.input_dim, column)
     check_not_adapted(rows)
     if ids is None and rows.pack:
         ids = read_parquet(source, ["id"])["id"].to_pylist()
@@ -666,7 +666,7 @@ def _read_vectors(source, adapter, column, ids):
 # %% ../../nbs/deploy/03_stores.ipynb #add-file
 def _add_file(index, rows, *, batch_size=8192, progress=False):
     "Adapt and add the rows of a file to the FAISS index of an AdaptedIndex."
-    batches = partial(iter_normalized_batches, rows, 0, batch_size)
+    batches = partial(rows.unit_blocks, 0, batch_size)
     with progress_bar(rows.n, progress, "index") as advance:
         _train_and_add(index.index, rows.n, batches, index.adapter.documents.apply, advance)
 

@@ -490,7 +490,7 @@ def write_npy(folder):
 
 
 def both(x, y):
-    x, _ = vectors.read_embeddings(x)
+    x = vectors.read_matrix(x).array()
     return digest(arrays.check_X(x), arrays.check_y(vectors.read_labels(y), len(x))[0])
 
 
@@ -503,7 +503,7 @@ def write_npz(folder):
 
 
 READERS["embeddings .npz"] = Reader(
-    write_npz, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.npz")[0]))
+    write_npz, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.npz").array()))
 )
 
 
@@ -513,7 +513,7 @@ def write_safetensors(folder):
 
 
 READERS["embeddings .safetensors"] = Reader(
-    write_safetensors, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.safetensors")[0]))
+    write_safetensors, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.safetensors").array()))
 )
 
 
@@ -523,7 +523,7 @@ def write_parquet(folder):
 
 
 READERS["embeddings .parquet"] = Reader(
-    write_parquet, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.parquet")[0]))
+    write_parquet, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.parquet").array()))
 )
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from ega import cli
 from ega.data.arrays import InputError, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
-from ega.data.vectors import read_embeddings, read_labels
+from ega.data.vectors import read_labels, read_matrix
 from ega.deploy.report import write_report
 from ega.estimator import EmbeddingAdapter
 from ega.measure.evaluation import evaluate
@@ -1399,10 +1399,10 @@ def test_integer_embeddings_are_read_as_in_python(data, call):
 def test_archives_prefer_floats_and_read_bfloat16(data):
     x = torch.from_numpy(data[0]).bfloat16()
     save_file({"x": x, "tokens": torch.ones(120, 4, dtype=torch.int64)}, "b.safetensors")
-    assert np.array_equal(read_embeddings("b.safetensors")[0], x.float().numpy())
-    assert read_embeddings("b.safetensors", "tokens")[0].shape == (120, 4)
-    with pytest.raises(InputError, match=r"the arrays are tokens \(120, 4\), x \(120, 8\)"):
-        read_embeddings("b.safetensors", "none")
+    assert np.array_equal(read_matrix("b.safetensors").array(), x.float().numpy())
+    assert read_matrix("b.safetensors", column="tokens").array().shape == (120, 4)
+    with pytest.raises(InputError, match="expected one matrix"):
+        read_matrix("b.safetensors", column="none")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -1584,7 +1584,7 @@ def test_pairs_of_row_numbers_and_three_files_give_the_same_adapter(beir, tmp_pa
     monkeypatch.chdir(tmp_path)
     call("embed", beir, "--pairs", "--encoder", "x", "-o", "set", "--dtype", "float32", "--quiet")
     for side in ("queries", "documents"):
-        np.save(f"{side}.npy", read_embeddings(f"set/{side}.parquet")[0])
+        np.save(f"{side}.npy", read_matrix(f"set/{side}.parquet").array())
     Path("pairs.csv").write_text("query,document\n" + "\n".join(f"{i},{i // 2}" for i in range(80)))
     three = ("--pairs", "pairs.csv", "--documents", "documents.npy")
     fits = (
