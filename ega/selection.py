@@ -78,39 +78,45 @@ def leave_classes_out(
     return folds
 
 # %% ../nbs/adapt/01_selection.ipynb #fit-progress
-class FitProgress(tqdm):
-    "Progress bar over a selection and the fit after it; its clock runs once a second."
+class FitProgress:
+    "Progress bar over a selection and the fit after it, for a `with` block; its clock runs once a second."
 
     def __init__(self, show: bool = True):
         layout = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
-        super().__init__(total=0, desc="start", bar_format=layout, dynamic_ncols=True, disable=not show)
-        self._n_finished = 0
+        self._bar = tqdm(total=0, desc="start", bar_format=layout, dynamic_ncols=True, disable=not show)
+        self.show, self._n_finished = show, 0
         if show:
             threading.Thread(target=self._draw_every_second, daemon=True).start()
 
     def _draw_every_second(self):
-        while not self.disable:  # closing the bar disables it
+        while not self._bar.disable:  # closing the bar disables it
             time.sleep(1)
-            self.refresh()
+            self._bar.refresh()
+
+    def __enter__(self) -> "FitProgress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.close()
 
     def add_steps(self, n: int) -> None:
         "Announce `n` more steps."
-        self.total += n
-        self.refresh()
+        self._bar.total += n
+        self._bar.refresh()
 
     def start(self, text: str) -> None:
         "Show what is computed now."
-        self.set_description_str(text)
+        self._bar.set_description_str(text)
 
     def epoch(self, finished: int, epochs: int, _: Any = None) -> None:
         "Move the bar inside the current step, by the share of its epochs that are finished."
-        self.update(self._n_finished + finished / epochs - self.n)  # draws ten times a second at most
+        self._bar.update(self._n_finished + finished / epochs - self._bar.n)  # draws ten times a second at most
 
     def finish(self, n: int = 1) -> None:
         "Count `n` finished steps."
         self._n_finished += n
-        self.n = self._n_finished
-        self.refresh()
+        self._bar.n = self._n_finished
+        self._bar.refresh()
 
 # %% ../nbs/adapt/01_selection.ipynb #asked
 _QUERIES_AT_ONCE = 256
@@ -174,7 +180,7 @@ def compare_candidates(
     label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:
     "Fit every candidate, and compare its outcomes at every strength with those of the frozen embeddings."
-    progress = FitProgress(show=False) if progress is None else progress
+    progress = progress or FitProgress(show=False)
     progress.start(f"frozen embeddings{label}")
     before, capture = frozen()
     comparison = FoldComparison({}, {("frozen", 0.0): capture[n_seen:]}, {}, {})
@@ -234,7 +240,7 @@ def _compare_on_folds(compare, folds, names, n_jobs, progress):
     progress.start(f"{', '.join(names)}: {n_folds} folds in parallel")
     comparisons, n_jobs = [], min(n_jobs, n_folds) if n_jobs else None
     with limit_threads(most=1):  # here too, for workers that are threads of this process
-        workers = Parallel(n_jobs=n_jobs, return_as="list" if progress.disable else "generator")
+        workers = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list")
         for comparison in workers(delayed(_compare_on_one_thread)(compare, fold) for fold in folds):
             comparisons.append(comparison)
             progress.finish(len(names))
@@ -391,7 +397,7 @@ def select(
     names: "tuple[str, str]" = ("seen classes", "held-out classes"),  # of both kinds of queries, in the reasons
 ) -> Selection:
     "Compare candidates on all folds, and select the best of those that pass the safety check."
-    progress, note = FitProgress(show=False) if progress is None else progress, ""
+    progress, note = progress or FitProgress(show=False), ""
     progress.add_steps(len(folds) * len(candidates))
     with limit_threads():
         comparisons = _compare_on_folds(compare, folds, list(candidates), n_jobs, progress)
