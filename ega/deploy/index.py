@@ -172,7 +172,7 @@ def _read_index(folder, adapter):
         raise InputError(f"{folder}: FAISS cannot read its index ({short_error(error)}); save it again") from error
     if index.ntotal != about["rows"]:
         raise InputError(f"{folder}: the index holds {index.ntotal} rows, expected {about['rows']}; save it again")
-    return a, index, read_json(folder / about["ids"], "a list of ids", root_type=list, max_bytes=2**32)
+    return a, index, read_json(folder / about["ids"], "a list of ids", root_type=list)
 
 # %% ../../nbs/deploy/02_index.ipynb #adapt-rows
 def _adapt(index, side, adapted_by, x):

@@ -17,18 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_feature_names, check_index, check_X, import_optional, spawn_rngs
+from ..data.arrays import InputError, import_optional, spawn_rngs
 from ..data.files import atomic_write, check_output
 from ega.measure.evaluation import (
     MAX_QUERIES,
     OWN_GALLERY,
     caveats,
-    check_fitted,
     format_evaluation,
     knn_among_rows,
     label_hits,
-    labels_and_groups,
     plan_searches,
+    read_rows,
     summary_sentence,
     tabulate_changes,
 )
@@ -442,12 +441,8 @@ def write_report(
     random_state: int = 0,  # seed of the bootstrap and of all draws
 ) -> Comparison:  # the tables of the page; `evaluation` is that of `ega.evaluate` with the same arguments
     "Compare embeddings before and after a fitted estimator and write the page."
-    check_fitted(estimator)
     _check_path(path)
-    check_feature_names(estimator, X, reset=False)
-    check_index(X, y)
-    x = check_X(X, "X", dim=estimator.n_features_in_)
-    labels, classes, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
+    x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
     c = compare_spaces(x, z, labels, seen, trained_on, **options)

@@ -746,22 +746,6 @@ def write_monitor(folder):
 READERS["monitor"] = Reader(write_monitor, lambda f: monitor.Monitor.load(f / "m").check(rows(8, seed=3)).sentence)
 
 
-def write_split(folder):
-    packs.Split(*(np.flatnonzero(np.isin(np.arange(N) % 5, p)) for p in ([0, 1], [0, 1], [2], [3], [4]))).save(
-        folder / "s.json"
-    )
-    return ["s.json"]
-
-
-READERS["split"] = Reader(
-    write_split,
-    lambda f: (
-        repr(packs.Split.load(f / "s.json"))
-        and str([v.tolist() for v in vars(packs.Split.load(f / "s.json")).values()])
-    ),
-)
-
-
 def write_results(folder):
     if not _RAN:
         with tempfile.TemporaryDirectory() as t:

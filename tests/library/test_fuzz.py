@@ -269,7 +269,6 @@ def test_nothing_is_unpickled(tmp_path, count):
 
     readers = [
         packs.read_pack,
-        packs.Split.load,
         lambda path: read_matrix(path).array(),
         vectors.read_labels,
         estimator.EmbeddingAdapter.load,

@@ -165,7 +165,7 @@ def test_examples_are_captured_lost_and_gained_queries_with_their_nearest_neighb
         if not is_captured:
             assert change[q.row] < -0.5 if q.outcome == "lost" else change[q.row] > 0.5
         for v, neighbours in ((x, q.frozen_neighbours), (z, q.adapted_neighbours)):
-            assert neighbours.tolist() == rows[knn_among_rows(v, [q.row], rows, 3).I[0]].tolist()
+            assert neighbours.tolist() == rows[knn_among_rows(v, np.array([q.row]), rows, 3).I[0]].tolist()
     for _, q in c.examples.groupby("outcome"):
         unseen = (q.group == "unseen").to_numpy()
         assert (np.diff(unseen.astype(int)) <= 0).all()  # unseen queries first
