@@ -383,7 +383,7 @@ def _write_page(path, template, content):
     return path
 
 
-def _check_path(path):
+def _check_path(path) -> Path:
     "The path of a page, if it can be written and the packages for it are installed."
     path = check_output(path, endings=(".html", ".md"), overwrite=True)
     if path.suffix == ".html":
