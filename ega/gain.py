@@ -293,7 +293,7 @@ def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
         unseen_share=unseen_share,
         confidence=0.95,
         rng=rngs.eval,
-    ).drop(columns="seconds")
+    )
     best = pick_candidate(table)
     if not (passes := best.method != "frozen"):
         best = table[1:].sort_values("gain", ascending=False, kind="stable").iloc[0]
