@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ega.data.arrays import linear, normalize
-from ega.data.vectors import open_vectors
+from ega.data.vectors import read_matrix
 from ega.deploy.transform import progress_file, transform_file
 from ega.method.adapters import count_parameters, save_adapter, transform
 from ega.testing import peak_memory_mb
@@ -169,7 +169,7 @@ def resume_test(
 
 def _count_equal_rows(adapter, source, target):
     "The number of rows in the target that equal, bit by bit, the rows of the source adapted in memory."
-    x, z, block = open_vectors(source, adapter.d), open_vectors(target, adapter.d), 2**14
+    x, z, block = read_matrix(source, adapter.d), read_matrix(target, adapter.d), 2**14
     equal = 0
     for before, after in zip(x.blocks(0, block), z.blocks(0, block), strict=True):
         equal += int((transform(adapter, before, device="cpu") == after).all(1).sum())

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from .arrays import InputError
 
@@ -58,7 +59,7 @@ def make_folder(
 def file_lock(
     path: Path | str,  # a folder, or a file that is created if it does not exist
     wait: bool = False,  # True: wait until the lock is free; False: raise InputError if it is taken
-) -> Iterator[None]:  # context in which the lock is held
+) -> Iterator[None]:
     "Hold an exclusive lock on a file or folder; the kernel releases it if the process dies."
     try:
         import fcntl
@@ -76,21 +77,14 @@ def file_lock(
         os.close(descriptor)
 
 # %% ../../nbs/data/02_files.ipynb #atomic-write
-def _temporary_beside(path):
-    "A hidden path in the same folder that does not exist."
-    make_folder(path.parent)
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
 @contextmanager
 def atomic_write(
     path: Path | str,  # final path; its folder is created if it does not exist
-) -> Iterator[Path]:  # context; yields a temporary path in the same folder
-    "Yield a temporary path that replaces `path` when the block ends without an error."
-    path = check_path(path)
-    if path.is_dir():
-        raise InputError(f"{path} is a folder, expected the name of a file; choose another name")
-    temporary = _temporary_beside(path)
+) -> Iterator[Path]:
+    "Yield a temporary path in the same folder that replaces `path` when the block ends without an error."
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -103,9 +97,7 @@ def atomic_write(
     except OSError as error:
         error.filename = error.filename or str(path)  # where the disk is full the system names no file
         raise
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # what safetensors raises where the disk is full
-            raise
+    except SafetensorError as error:  # such as where the disk is full
         raise OSError(f"{path} cannot be written: {short_error(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -114,12 +106,13 @@ def atomic_write(
 @contextmanager
 def atomic_folder(
     path: Path | str,  # final path; must not exist or be a folder without files
-) -> Iterator[Path]:  # context; yields a temporary folder beside it
+) -> Iterator[Path]:
     "Yield a temporary folder that becomes `path` when the block ends without an error."
-    path = check_path(path)
+    path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already, expected the name of a new folder; choose another name")
-    temporary = _temporary_beside(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     mode = (path if path.exists() else temporary).stat().st_mode
     temporary.chmod(0o700)  # until it is whole, only its owner may open it
@@ -140,12 +133,10 @@ def check_output(
     overwrite: bool = False,  # may it exist already? A folder without files may exist in any case
 ) -> Path:
     "Return a path that can be written, or raise `InputError`; nothing is created."
-    path = check_path(path)
+    path = Path(path)
     expected = f"a file ending in {' or '.join(endings)}" if endings else "a folder"
-    if path.exists() and path.is_dir() == bool(endings):
-        raise InputError(f"{path} is a {'folder' if endings else 'file'}, expected {expected}; choose another name")
-    if endings and path.suffix not in endings:
-        raise InputError(f"{path}: expected {expected}, got {path.suffix or 'no ending'!r}; rename it")
+    if endings and path.suffix not in endings or path.exists() and path.is_dir() == bool(endings):
+        raise InputError(f"{path}: expected {expected}; choose another name")
     if path.exists() and not overwrite and (endings or any(path.iterdir())):
         raise InputError(f"{path} exists already; choose another name, or pass overwrite=True (--overwrite)")
     existing = next(p for p in (*([] if endings else [path]), *path.absolute().parents) if p.exists())
@@ -156,18 +147,14 @@ def check_output(
         raise InputError(f"{path} cannot be written in {existing} ({error.strerror}); choose another folder") from error
 
 # %% ../../nbs/data/02_files.ipynb #file-hash
-def file_hash(
-    path: Path | str,  # any file
-) -> str:  # 64 hexadecimal digits
-    "Return the SHA-256 of a file."
+def file_hash(path: Path | str) -> str:
+    "Return the SHA-256 of a file, 64 hexadecimal digits."
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def hash_arrays(
-    *arrays: np.ndarray,  # hashed in this order
-) -> str:  # 64 hexadecimal digits
-    "Return the SHA-256 of the dtype, shape and bytes of arrays."
+def hash_arrays(*arrays: np.ndarray) -> str:
+    "Return the SHA-256 of the dtype, shape and bytes of arrays in this order, 64 hexadecimal digits."
     digest = hashlib.sha256()
     for a in arrays:
         a = np.ascontiguousarray(a)
@@ -178,20 +165,17 @@ def hash_arrays(
 # %% ../../nbs/data/02_files.ipynb #short-error
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
-    *(SyntaxError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error, csv.Error, tokenize.TokenError),
+    *(SyntaxError, MemoryError, SafetensorError, zipfile.BadZipFile, zlib.error, struct.error, csv.Error),
+    tokenize.TokenError,
 )  # exceptions that parsers raise for damaged files
-
-
-def short_error(
-    error: BaseException,
-) -> str:  # one line of at most 80 characters
-    "Return the first line of the message of an exception, or its type name if the message is empty."
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= 80 else line[:76].rsplit(" ", 1)[0] + " ..."
-
-# %% ../../nbs/data/02_files.ipynb #check-decompressed-size
 MAX_DECOMPRESSED_BYTES = 2**29  # any file may decompress to this many bytes ...
 MAX_COMPRESSION_RATIO = 64  # ... and to more only up to this multiple of its own size
+
+
+def short_error(error: BaseException) -> str:
+    "Return the first 80 characters of the message of an exception, or its type name if the message is empty."
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 80 else line[:76].rsplit(" ", 1)[0] + " ..."
 
 
 def check_decompressed_size(
@@ -208,124 +192,109 @@ def check_decompressed_size(
     return size
 
 
-def check_is_file(
-    path: Path,
-    expected: str,  # description of the expected file, for error messages
-) -> None:
+def check_is_file(path: Path | str, expected: str) -> None:
     "Raise `InputError` if a path is not a regular file."
+    path = Path(path)
     if not path.is_file():
         problem = "this is a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
         raise InputError(f"{path}: {problem}; expected {expected}")
 
-# %% ../../nbs/data/02_files.ipynb #unreadable
+
 @contextmanager
 def reading(
     path: Path | str,
-    expected: str,  # description of the expected content, for error messages
+    expected: str,  # what the file should hold, for error messages
     *,
     hint: str = "copy or save it again",  # what error messages tell the user to do
 ) -> Iterator[None]:
     "Turn whatever a parser raises for a damaged file into an `InputError` of one line."
-    check_is_file(Path(path), expected)
+    check_is_file(path, expected)
     try:
         yield
     except InputError:
         raise
     except READ_ERRORS as error:
-        raise InputError(
-            f"{path}: expected {expected}, but it cannot be read ({short_error(error)}); {hint}"
-        ) from error
+        problem = f"it cannot be read ({short_error(error)})"
+        raise InputError(f"{path}: expected {expected}, but {problem}; {hint}") from error
 
 # %% ../../nbs/data/02_files.ipynb #read-json
-def _refuse_constant(name):
-    "Raise ValueError for NaN, Infinity and -Infinity, which are not JSON."
-    raise ValueError(f"{name} is not JSON")
-
-
 def read_json(
     path: Path | str,
-    expected: str,  # description of the expected content, for error messages
+    expected: str,  # what the file should hold, for error messages
     *,
-    root_type: type = dict,  # required type of the outermost value
-    max_bytes: int = 2**28,  # larger files are rejected
+    root_type: type = dict,
     hint: str = "copy or save it again",  # what error messages tell the user to do
-) -> Any:  # the decoded value
-    "Read a JSON file, or raise `InputError`."
+) -> Any:
+    "Read a JSON file whose outermost value has a given type, or raise `InputError`."
     with reading(path, expected, hint=hint):
-        if os.path.getsize(path) > max_bytes:
-            raise ValueError(f"{os.path.getsize(path):,} bytes, at most {max_bytes:,} are read")
-        value = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(value, root_type):
             raise TypeError(f"{type(value).__name__} instead of {root_type.__name__}")
     return value
 
 # %% ../../nbs/data/02_files.ipynb #read-csv-columns
-_MAX_CSV_COLUMNS = 1000
-
-
 def _decode_table(raw):
     "The text in the bytes of a table: UTF-8, or UTF-16 with its mark at the beginning; or raise ValueError."
+    advice = "in Excel save it as 'CSV UTF-8'"
     try:
         text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except ValueError as error:
-        raise ValueError("it is not UTF-8 text: in Excel save it as 'CSV UTF-8'") from error
+        raise ValueError(f"it is not UTF-8 text: {advice}") from error
     if "\0" in text or not text.strip("\r\n"):
-        raise ValueError("it is empty, or not UTF-8 text: in Excel save it as 'CSV UTF-8'")
+        raise ValueError(f"it is empty, or not UTF-8 text: {advice}")
     return text.lstrip("\r\n")
 
 
 def _split_table(text):
     "The rows of a table, the header first; its delimiter is the one in the header, outside of quotes."
-    tables = {}
+    tables = []
     for delimiter in ",;\t|":
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
         if len(header := next(rows)) > 1:
-            tables[delimiter] = [header, *(row for row in rows if row)]  # an empty line is no row
+            tables.append([header, *(row for row in rows if row)])  # an empty line is no row
     if not tables:
-        rows = list(csv.reader(io.StringIO(text, newline="")))
-        return [row or [""] for row in rows]  # in a table of one column it is one
+        return [row or [""] for row in csv.reader(io.StringIO(text, newline=""))]  # in a table of one column it is one
     if len(tables) > 1:  # such as a decimal comma: the delimiter that divides all rows alike
-        tables = {d: rows for d, rows in tables.items() if len({len(row) for row in rows}) == 1}
+        tables = [rows for rows in tables if len(set(map(len, rows))) == 1]
     if len(tables) != 1:
         raise ValueError("the header holds several delimiters: quote names that hold one")
-    return next(iter(tables.values()))
+    return tables[0]
 
-# %% ../../nbs/data/02_files.ipynb #read-csv-columns-2
+
 def read_csv_columns(
     path: Path | str,  # text with a header; its delimiter is a comma, a semicolon, a tab or |
-    expected: str,  # description of the expected content, for error messages
+    expected: str,  # what the file should hold, for error messages
     required: Sequence[str] = (),  # columns it must have
 ) -> dict[str, list[str]]:  # column -> texts; missing fields at the end of a line are ""
     "Read a CSV file as text. An empty line counts as an empty field in a file of one column, else it is skipped."
     with reading(path, expected):
         header, *rows = _split_table(_decode_table(Path(path).read_bytes()))
         n = len(header)
-        if n > _MAX_CSV_COLUMNS or len(set(header)) < n or not set(required) <= set(header):
+        if n > 1000 or len(set(header)) < n or not set(required) <= set(header):
             raise ValueError(f"the columns are {header[:9]}: name each once, {', '.join(required) or 'at most 1000'}")
-        if too_long := [number for number, row in enumerate(rows) if len(row) > n]:
+        if too_long := [i for i, row in enumerate(rows) if len(row) > n]:
             raise ValueError(f"row {too_long[0]} has {len(rows[too_long[0]])} fields, the header {n}")
-        columns = zip(*(row + [""] * (n - len(row)) for row in rows)) if rows else [()] * n
-        return {name: list(column) for name, column in zip(header, columns)}
+        padded = [row + [""] * (n - len(row)) for row in rows]
+        return {name: [row[i] for row in padded] for i, name in enumerate(header)}
 
 # %% ../../nbs/data/02_files.ipynb #open-npy
-def read_npy_comment(
-    path: Path | str,  # .npy file of numbers that `open_npy` can read
-) -> str:  # the empty text if there is none
-    "The comment behind the dictionary in the header of a NumPy file, such as `ega.deploy.transform` writes it."
+def read_npy_comment(path: Path | str) -> str:
+    "The comment behind the dictionary in the header of a NumPy file, where `ega.deploy.transform` writes one."
     with open(path, "rb") as f:
         length = 2 if np.lib.format.read_magic(f) == (1, 0) else 4
         header = f.read(int.from_bytes(f.read(length), "little"))
     return header.decode("latin1").partition("}")[2].strip(", #\n")
 
 
-def open_npy(
-    path: Path | str,  # .npy file
-) -> np.ndarray:  # read-only memory map
-    "Open a NumPy file as a memory map, or raise `InputError` if it is shorter than its header states."
+def open_npy(path: Path | str) -> np.ndarray:
+    "Open a NumPy file as a read-only memory map, or raise `InputError` if its size is not what its header states."
     with reading(path, "a whole .npy file of numbers or texts"), np.errstate(over="raise"):
-        return np.lib.format.open_memmap(path, mode="r")
+        a = np.lib.format.open_memmap(path, mode="r")
+        if os.path.getsize(path) != a.offset + a.nbytes:
+            raise ValueError("it is longer than its header states")
+    return a
 
-# %% ../../nbs/data/02_files.ipynb #read-npz
+
 def _parse_npy(raw):
     "The array in the bytes of a .npy file; ValueError unless they are as many as its header states."
     f = io.BytesIO(raw)
@@ -338,16 +307,14 @@ def _parse_npy(raw):
 
 
 def read_npz(
-    path: Path | str,  # .npz file
+    path: Path | str,
     names: Sequence[str] | None = None,  # arrays to read; None: all
-    expected: str = "a whole .npz archive",  # description of the expected content, for error messages
-) -> dict[str, np.ndarray]:  # name -> array
+    expected: str = "a whole .npz archive",  # what the file should hold, for error messages
+) -> dict[str, np.ndarray]:
     "Read arrays of a NumPy archive, or raise `InputError`."
     with reading(path, expected), zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         members = members if names is None else {name: members[name] for name in names}
         check_decompressed_size(path, sum(info.file_size for info in members.values()))
-        arrays = {}
-        for name, info in members.items():
-            arrays[name] = _parse_npy(archive.read(info))  # whole, so that its checksum is verified
-        return arrays
+        # a member is read whole, so that its checksum is verified
+        return {name: _parse_npy(archive.read(info)) for name, info in members.items()}

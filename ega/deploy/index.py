@@ -16,39 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-# %% ../../nbs/deploy/02_index.ipynb #index-imports
 from ..data.arrays import InputError, check_X, normalize, short_repr
-from ..data.files import READ_ERRORS, atomic_write, file_hash, hash_arrays, make_folder, read_json, short_error
+from ..data.files import atomic_write, check_path, file_hash, hash_arrays, read_json, reading
 from ..measure.search import Neighbours, import_faiss
 from ..method.interface import as_adapter, read_adapter, write_adapter
 
 # %% ../../nbs/deploy/02_index.ipynb #0deaadc5
-MAX_TRAIN_ROWS = 100_000  # embeddings that an index is trained on at most, evenly spaced
-
-
 def _check_ids(ids, n, existing):
-    "The ids of n new embeddings as an array: distinct, of the type of the existing ids, and none of them among those."
+    "Distinct new ids of n embeddings, integers or texts as the existing ones are; None: integers that continue them."
     if ids is None:
         if existing.dtype.kind == "U":
             raise InputError("ids must be given where the index has text ids")
-        first = int(existing.max()) + 1 if len(existing) else 0
-        ids = np.arange(first, first + n)
-    given = np.asarray(ids, dtype=None if isinstance(ids, np.ndarray) else object).astype(object)
-    if given.shape != (n,):
-        raise InputError(f"ids must be {n} integers or texts, got shape {given.shape}")
-    if all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < 2**63 for i in given):
-        new = given.astype(np.int64)
-    elif all(isinstance(i, str) and i for i in given):
-        new = given.astype(str)
-    else:
-        raise InputError("ids must be texts that are not empty, or integers from 0 to 2**63 - 1, and none missing")
+        first = int(existing.max(initial=-1)) + 1
+        ids = range(first, first + n)
+    given = np.asarray(ids, None if isinstance(ids, np.ndarray) else object)
+    kind = pd.api.types.infer_dtype(given.ravel(), skipna=False)
+    if given.shape != (n,) or kind not in ("integer", "string", "empty"):
+        raise InputError(f"ids must be {n} integers or texts and none missing, got {short_repr(ids)} of kind {kind}")
+    try:
+        new = given.astype(str if kind == "string" else np.int64)
+    except OverflowError as error:
+        raise InputError("ids must fit in int64; give them as texts") from error
     if len(existing) and existing.dtype.kind != new.dtype.kind:
-        raise InputError(f"ids must be {'integers' if new.dtype.kind == 'U' else 'texts'}, like those in the index")
-    distinct, counts = np.unique(new, return_counts=True)
-    twice = distinct[(counts > 1) | np.isin(distinct, existing)]
-    if len(twice):
-        raise InputError(f"ids must be distinct and new, {len(twice)} are not, such as {twice[0].item()!r}")
+        raise InputError(f"ids must be {'texts' if kind == 'integer' else 'integers'}, like those in the index")
+    is_wrong = (new == "" if kind == "string" else new < 0) | pd.Index(new).duplicated() | np.isin(new, existing)
+    if is_wrong.any():  # -1 and "" stand for a neighbour that is missing
+        raise InputError(f"ids must be new, distinct, and neither negative nor empty, got {new[is_wrong][0].item()!r}")
     return new
 
 # %% ../../nbs/deploy/02_index.ipynb #a68cd8c2
@@ -68,40 +63,7 @@ def _numbers_its_rows(index):
     ids = [faiss.rev_swig_ptr(index.invlists.get_ids(i), size) for i, size in enumerate(sizes) if size]
     return not ids or np.array_equal(np.sort(np.concatenate(ids)), np.arange(index.ntotal))
 
-# %% ../../nbs/deploy/02_index.ipynb #put
-_INDEX_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
-    r"(index|ids)(-[0-9a-f]{16})?\.(faiss|json)|adapter-.{1,16}|made_from\.json|\.(index|ids|about|made_from)\..*\.tmp"
-)
 
-
-def _write_hashed(folder, stem, ending, write):
-    "Write a file whose name contains its hash; returns the name."
-    with atomic_write(folder / f"{stem}{ending}") as temporary:
-        write(temporary)
-        name = f"{stem}-{file_hash(temporary)[:16]}{ending}"
-    (folder / f"{stem}{ending}").replace(folder / name)
-    return name
-
-
-def _hash_about(about):
-    "The hash of a description, without the hash in it."
-    text = json.dumps({key: value for key, value in about.items() if key != "sha256"}, sort_keys=True)
-    return hash_arrays(np.frombuffer(text.encode(), np.uint8))
-
-
-def _read_about(folder):
-    "Read and verify the description of a folder; the files it names lie in the folder and are whole."
-    about = read_json(folder / "about.json", "the description of a folder written by AdaptedIndex.save")
-    if about.get("sha256") != _hash_about(about):
-        raise InputError(f"{folder / 'about.json'} was changed after it was written; copy or save the folder again")
-    if any(Path(str(about.get(key))).name != about.get(key) for key in ("index", "ids", "fingerprint")):
-        raise InputError(f"{folder / 'about.json'} names files outside of the folder; save it again")
-    for name in (about["index"], about["ids"]):
-        if not (folder / name).is_file() or file_hash(folder / name)[:16] not in name:
-            raise InputError(f"{folder / name} is missing or was changed after writing; copy or save the folder again")
-    return about
-
-# %% ../../nbs/deploy/02_index.ipynb #make-index
 def _make_index(index, dim):
     "A FAISS index of a factory string, or the given one; it must hold `dim` columns and number its rows."
     faiss = import_faiss()
@@ -117,6 +79,9 @@ def _make_index(index, dim):
     return index
 
 
+MAX_TRAIN_ROWS = 100_000  # embeddings that an index is trained on at most, evenly spaced
+
+
 def _train_and_add(index, n, batches, adapt, advance=None):
     "Train an empty FAISS index on evenly spaced ones of the n rows of `batches()`, and add all of them, adapted."
     if not index.is_trained:
@@ -125,95 +90,46 @@ def _train_and_add(index, n, batches, adapt, advance=None):
             if len(part := x[-first % step :: step]):
                 sample.append(adapt(part))
             first += len(x)
-        try:
-            index.train(np.concatenate(sample))
-        except RuntimeError as error:
-            raise InputError(f"{n} rows cannot train this index; add more at once or choose fewer lists") from error
+        index.train(np.concatenate(sample))
     for x in batches():
         index.add(adapt(x))
         if advance:
             advance(len(x))
 
-# %% ../../nbs/deploy/02_index.ipynb #load-index
-def _write_index(index, folder):
-    "Write an index into a folder, `about.json` last, and delete the files of the index that it replaces."
-    if folder.is_dir() and not (folder / "about.json").exists():
-        if not all(_INDEX_FILES.fullmatch(f.name) for f in folder.iterdir()):
-            raise InputError(f"{folder} contains files that are not of an index; name a new folder")
-    make_folder(folder)
-    adapter_folder = folder / f"adapter-{index.fingerprint[:16]}"
-    adapter_folder.mkdir(exist_ok=True)
-    write_adapter(index.adapter, adapter_folder)
-    ids, faiss = json.dumps(index.ids.tolist()), import_faiss()
-    about = {
-        "index": _write_hashed(folder, "index", ".faiss", lambda path: faiss.write_index(index.index, str(path))),
-        "ids": _write_hashed(folder, "ids", ".json", lambda path: path.write_text(ids)),
-        "fingerprint": index.fingerprint,
-        "rows": len(index),
-        "columns": index.adapter.columns,
-    }
-    with atomic_write(folder / "about.json") as temporary:
-        temporary.write_text(json.dumps(about | {"sha256": _hash_about(about)}, indent=1))
-    kept = {folder / about["index"], folder / about["ids"], adapter_folder}
-    for old in {
-        path for pattern in ("index-*", "ids-*", "adapter-*", ".*.tmp") for path in folder.glob(pattern)
-    } - kept:
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+# %% ../../nbs/deploy/02_index.ipynb #put
+_OWN_FILES = re.compile(r"\.?(index|ids|about|made_from|adapter)\b.*")  # finished ones, or of a save that was killed
+_ADD_LOCK = threading.Lock()  # rows and ids are added in the same order
 
 
-def _read_index(folder, adapter):
-    "The adapter, the FAISS index and the ids of a folder."
-    about = _read_about(folder)
-    fingerprint = about["fingerprint"]
-    a = read_adapter(folder / f"adapter-{fingerprint[:16]}", fingerprint, adapter, columns=about["columns"])
-    try:
-        index = import_faiss().read_index(str(folder / about["index"]))
-    except READ_ERRORS as error:
-        raise InputError(f"{folder}: FAISS cannot read its index ({short_error(error)}); save it again") from error
-    if index.ntotal != about["rows"]:
-        raise InputError(f"{folder}: the index holds {index.ntotal} rows, expected {about['rows']}; save it again")
-    return a, index, read_json(folder / about["ids"], "a list of ids", root_type=list, max_bytes=2**32)
-
-# %% ../../nbs/deploy/02_index.ipynb #adapt-rows
-def _adapt(index, side, adapted_by, x):
-    "Adapted rows: raw ones are adapted by one side of an index, others must be adapted by this side or its adapter."
-    if adapted_by is None:
-        return side.transform(x)
-    if adapted_by not in (index.fingerprint, side.fingerprint):
-        raise InputError(
-            f"these embeddings were adapted by {str(adapted_by)[:12]}, the index holds embeddings adapted by "
-            f"{index.fingerprint[:12]}; pass the raw embeddings, or migrate the index"
-        )
-    return check_X(x, dim=side.output_dim)
+def _write_hashed(path, write):
+    "Write a file whose name contains its hash; returns the name."
+    with atomic_write(path) as temporary:
+        write(temporary)
+        name = f"{path.stem}-{file_hash(temporary)[:16]}{path.suffix}"
+    path.replace(path.with_name(name))
+    return name
 
 
-def _check_whole(index):
-    "Refuse an index with rows without ids, as an interrupted `add` leaves it."
-    if len(index) != len(index.ids):
-        raise InputError(
-            f"the index holds {len(index)} rows, but {len(index.ids)} ids, because an add was interrupted; "
-            "build it anew, or load it again"
-        )
+def _hash_about(about):
+    "The hash of a description, without the hash in it."
+    text = json.dumps({key: value for key, value in about.items() if key != "sha256"}, sort_keys=True)
+    return hash_arrays(np.frombuffer(text.encode(), np.uint8))
 
 # %% ../../nbs/deploy/02_index.ipynb #add-rows
 class AdaptedIndex:
     """FAISS index that takes raw embeddings and adapts them before it adds or searches.
 
+    Its attribute `index` is the FAISS index, `ids` the ids of its rows, `fingerprint` that of the adapter.
+
     Parameters
     ----------
     adapter : adapter, estimator, path, array of shape (d', d) or list of these
-        Anything `ega.method.interface.as_adapter` accepts. With an estimator fitted on pairs, added rows are adapted
-        as documents and searched ones as queries.
+        What `ega.method.interface.as_adapter` accepts. An estimator fitted on pairs adapts added rows as documents.
     index : str or faiss.Index, default "Flat"
         Factory string such as "IVF100,Flat", or an index of adapted embeddings in squared L2. Where an adapter changes
         the queries alone, these are the frozen embeddings of norm 1, so an existing index serves as it is.
     ids : (n,) array of int or str, optional
         Ids of the embeddings that `index` already holds; 0, 1, 2, ... by default.
-
-    Notes
-    -----
-    Distances are those of the FAISS index: squared L2 between unit rows, approximate where the index compresses or
-    projects them. `index` is the FAISS index, `ids` the ids of its rows, `fingerprint` that of the adapter.
 
     Examples
     --------
@@ -228,13 +144,6 @@ class AdaptedIndex:
         self.adapter = as_adapter(adapter)
         self.fingerprint, self.index = self.adapter.fingerprint, _make_index(index, self.adapter.output_dim)
         self.ids = _check_ids(ids, self.index.ntotal, np.empty(0, np.int64))
-        self._lock = threading.Lock()  # held by add
-
-    def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state):
-        vars(self).update(state, _lock=threading.Lock())
 
     def __len__(self):
         return self.index.ntotal
@@ -247,70 +156,51 @@ class AdaptedIndex:
     def tune(self, **settings: float) -> "AdaptedIndex":
         "Set search parameters of the FAISS index, such as `nprobe=8` or `efSearch=64`; returns the index."
         for name, value in settings.items():
-            try:
-                if value <= 0:
-                    raise RuntimeError("it must be positive")
-                import_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
-            except RuntimeError as error:
-                raise InputError(f"{name}={value!r} is no search parameter of {type(self.index).__name__}") from error
+            import_faiss().ParameterSpace().set_index_parameter(self.index, name, value)
         return self
 
-    def add(self, x: Any, ids: Any = None, *, adapted_by: str | None = None, batch_size: int = 8192) -> "AdaptedIndex":
-        """Adapt embeddings and add them; an index that needs training is trained by the first call.
+    def _adapt(self, side, adapted_by, x, name="x"):
+        "Adapted rows: raw ones are adapted by one side, others must be adapted by this side or its adapter."
+        if adapted_by is None:
+            return side.apply(side.unit_rows(x, name))
+        if adapted_by not in (self.fingerprint, side.fingerprint):
+            raise InputError(
+                f"these embeddings were adapted by {str(adapted_by)[:12]}, the index holds embeddings adapted by "
+                f"{self.fingerprint[:12]}; pass the raw embeddings, or migrate the index"
+            )
+        return check_X(x, name, dim=side.output_dim)
 
-        All rows are checked before the first is added. After an interruption the index refuses further calls.
-        Calls from several threads wait for each other; no search may run at the same time.
-
-        Parameters
-        ----------
-        x : (n, d) array, memory map, DataFrame or tensor
-            Raw embeddings of any norm but 0, or adapted ones if `adapted_by` is given.
-        ids : (n,) array of int or str, optional
-            Distinct new ids; by default integers that continue those of the index.
-        adapted_by : str, optional
-            Fingerprint of the adapter that has already adapted `x`.
-        batch_size : int, default 8192
-            Embeddings adapted at once.
-
-        Raises
-        ------
-        InputError
-            If a column, a row, an id or `adapted_by` is wrong; nothing is added then.
-        """
+    def add(
+        self,
+        x: Any,  # (n, d) raw embeddings in an array, memory map, DataFrame or tensor; adapted ones with `adapted_by`
+        ids: Any = None,  # (n,) distinct new integers or texts; None: integers that continue those of the index
+        *,
+        adapted_by: str | None = None,  # fingerprint of the adapter that has already adapted `x`
+        batch_size: int = 8192,  # embeddings adapted at once
+    ) -> "AdaptedIndex":
+        "Adapt embeddings and add them, after a check of all rows; the first call trains an index that needs training."
         x = x if hasattr(x, "shape") else np.asarray(x)
-        adapt = partial(_adapt, self, self.adapter.documents, adapted_by)
-        starts = range(0, len(x), batch_size)
-        with self._lock:
-            _check_whole(self)
+        adapt, starts = partial(self._adapt, self.adapter.documents, adapted_by), range(0, len(x), batch_size)
+        with _ADD_LOCK:
             new = _check_ids(ids, len(x), self.ids)
             for i in starts:
-                try:
-                    adapt(x[i : i + batch_size])
-                except InputError as error:
-                    raise InputError(f"{error} (row 0 is row {i} of x)") from error
-            _train_and_add(self.index, len(x), lambda: (x[i : i + batch_size] for i in starts), adapt)
+                adapt(x[i : i + batch_size], f"x[{i}:]")
             self.ids = np.concatenate([self.ids, new]) if len(self.ids) else new
+            try:
+                _train_and_add(self.index, len(x), lambda: (x[i : i + batch_size] for i in starts), adapt)
+            finally:
+                self.ids = self.ids[: len(self)]  # an interrupted call has added its first batches
         return self
 
-    def search(self, xq: Any, k: int = 10, *, adapted_by: str | None = None) -> Neighbours:
-        """Adapt queries and search them.
-
-        Parameters
-        ----------
-        xq : (nq, d) array
-            Raw queries of any norm but 0, or adapted ones if `adapted_by` is given.
-        k : int, default 10
-            Neighbours of each query.
-        adapted_by : str, optional
-            Fingerprint of the adapter that has already adapted `xq`.
-
-        Returns
-        -------
-        Neighbours
-            `D` (nq, k) squared L2 distances, ascending, and `I` (nq, k) ids; inf and -1 or "" where fewer are found.
-        """
-        _check_whole(self)
-        z = _adapt(self, self.adapter.queries, adapted_by, xq)
+    def search(
+        self,
+        xq: Any,  # (nq, d) raw queries of any norm but 0, or adapted ones if `adapted_by` is given
+        k: int = 10,
+        *,
+        adapted_by: str | None = None,  # fingerprint of the adapter that has already adapted `xq`
+    ) -> Neighbours:  # squared L2 distances D and ids I, (nq, k); inf and -1 or "" where fewer are found
+        "Adapt queries and search them."
+        z = self._adapt(self.adapter.queries, adapted_by, xq)
         missing = "" if self.ids.dtype.kind == "U" else -1
         if not len(self):  # FAISS 1.8 returns uninitialised distances from an empty index
             return Neighbours(np.full((len(z), k), np.inf, np.float32), np.full((len(z), k), missing))
@@ -319,27 +209,45 @@ class AdaptedIndex:
 
     def save(self, folder: Path | str) -> Path:
         "Write the index, the adapter and the ids into a new folder, or replace the index that a folder holds."
-        _check_whole(self)
-        _write_index(self, Path(folder))
-        return Path(folder)
+        folder, faiss = check_path(folder), import_faiss()
+        is_index = (folder / "about.json").exists()
+        if folder.is_dir() and not is_index and not all(_OWN_FILES.fullmatch(f.name) for f in folder.iterdir()):
+            raise InputError(f"{folder} contains files that are not of an index; name a new folder")
+        adapter_folder = folder / f"adapter-{self.fingerprint[:16]}"
+        adapter_folder.mkdir(parents=True, exist_ok=True)
+        write_adapter(self.adapter, adapter_folder)
+        about = {
+            "index": _write_hashed(folder / "index.faiss", lambda path: faiss.write_index(self.index, str(path))),
+            "ids": _write_hashed(folder / "ids.json", lambda path: path.write_text(json.dumps(self.ids.tolist()))),
+            "fingerprint": self.fingerprint,
+            "rows": len(self),
+            "columns": self.adapter.columns,
+        }
+        with atomic_write(folder / "about.json") as temporary:
+            temporary.write_text(json.dumps(about | {"sha256": _hash_about(about)}, indent=1))
+        kept = {folder / about["index"], folder / about["ids"], adapter_folder}
+        for pattern in ("index-*", "ids-*", "adapter-*", ".*.tmp"):
+            for old in set(folder.glob(pattern)) - kept:
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        return folder
 
     @classmethod
     def load(cls, folder: Path | str, adapter: Any = None) -> "AdaptedIndex":
-        """Read an index that `save` wrote, and compare every file with its hash.
-
-        Parameters
-        ----------
-        folder : path
-            Where `save` wrote.
-        adapter : adapter, optional
-            Needed where the folder holds only the fingerprint of the adapter; else it is compared.
-
-        Raises
-        ------
-        InputError
-            If a file is missing or damaged, or the adapter is not the one the index was built with.
-        """
-        return cls(*_read_index(Path(folder), adapter))
+        "Read an index that `save` wrote; a given adapter is compared, and needed where the folder cannot hold it."
+        folder, hint = check_path(folder), "copy or save the folder again"
+        with reading(folder / "about.json", "an index that AdaptedIndex.save wrote", hint=hint):
+            about = read_json(folder / "about.json", "the description of an index", hint=hint)
+            if about["sha256"] != _hash_about(about):
+                raise ValueError("it was changed after it was written")
+            for name in (about["index"], about["ids"]):
+                is_file = Path(name).name == name and (folder / name).is_file()
+                if not is_file or file_hash(folder / name)[:16] not in name:
+                    raise ValueError(f"{name} is missing or was changed after it was written")
+            adapter_folder = folder / f"adapter-{about['fingerprint'][:16]}"
+            adapter = read_adapter(adapter_folder, about["fingerprint"], adapter, columns=about["columns"])
+            index = import_faiss().read_index(str(folder / about["index"]))
+            ids = read_json(folder / about["ids"], "a list of ids", root_type=list)
+        return cls(adapter, index, ids)
 
 # %% ../../nbs/deploy/02_index.ipynb #fold
 def _affine_adapter(adapter):
@@ -350,18 +258,16 @@ def _affine_adapter(adapter):
     return a
 
 
-def to_pretransform(
-    adapter: Any,  # linear or affine; anything as_adapter accepts
-    index: Any,  # FAISS index of adapted embeddings, empty or not, or an AdaptedIndex (row numbers replace its ids)
-) -> Any:  # faiss.IndexPreTransform that takes raw embeddings
-    "Put the matrix and the offset of a linear or affine adapter, and the normalisation, in front of a FAISS index."
+def to_pretransform(adapter: Any, index: Any) -> Any:
+    """A faiss.IndexPreTransform: a linear or affine adapter in front of a FAISS index of adapted embeddings.
+
+    Of an `AdaptedIndex`, its FAISS index is taken: row numbers replace the ids.
+    """
     faiss, a = import_faiss(), _affine_adapter(adapter)
     if isinstance(index, AdaptedIndex):
         if index.fingerprint != a.fingerprint:
             raise InputError("the index holds embeddings of another adapter; pass that one, index.adapter")
         index = index.index
-    if not isinstance(index, faiss.Index) or index.d != a.output_dim:
-        raise InputError(f"index must be a FAISS index of {a.output_dim} columns, got {short_repr(index)}")
     affine = faiss.LinearTransform(a.input_dim, a.output_dim, a.offset is not None)
     faiss.copy_array_to_vector(a.matrix.ravel(), affine.A)
     if a.offset is not None:
@@ -373,24 +279,16 @@ def to_pretransform(
     return pretransform
 
 # %% ../../nbs/deploy/02_index.ipynb #query-only
-def map_queries_only(
-    xq: np.ndarray,  # (nq, d) raw queries
-    adapter: Any,  # linear or affine; anything as_adapter accepts
-    *,
-    rescaled: bool = False,  # whether the stored rows are those of rescale_for_query_only
-) -> np.ndarray:  # (nq, d) unit rows for inner-product search; d + 1 columns if rescaled and the adapter has an offset
-    "The queries l2(A'z) with z = l2(A q + b), for search among raw rows; among rescaled ones b.z is another column."
+def map_queries_only(xq: np.ndarray, adapter: Any, *, rescaled: bool = False) -> np.ndarray:
+    "Unit queries l2(A'z) with z = l2(A q + b), for inner products with raw rows; with b.z for `rescaled` rows."
     a = _affine_adapter(adapter)
     z = a.transform(xq)
     q = z @ a.matrix
     return normalize(q if a.offset is None or not rescaled else np.c_[q, z @ a.offset], "q")
 
 
-def rescale_for_query_only(
-    xb: np.ndarray,  # (nb, d) raw stored rows
-    adapter: Any,  # linear or affine; anything as_adapter accepts
-) -> np.ndarray:  # (nb, d) rows x / ||Ax||; with an offset (nb, d + 1) rows (x, 1) / ||Ax + b||
-    "Stored rows with which inner-product search of `map_queries_only(..., rescaled=True)` is exact."
+def rescale_for_query_only(xb: np.ndarray, adapter: Any) -> np.ndarray:
+    "Rows x / ||Ax||, or (x, 1) / ||Ax + b||, among which `map_queries_only(..., rescaled=True)` searches exactly."
     a = _affine_adapter(adapter)
     x = a.unit_rows(xb, "xb")
     if a.offset is None:

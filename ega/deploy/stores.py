@@ -11,18 +11,17 @@ import shutil
 import sqlite3
 import uuid
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-# %% ../../nbs/deploy/03_stores.ipynb #stores-imports
 from ..data.arrays import InputError, import_optional, short_repr
 from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, read_json, short_error
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
-from ..data.vectors import check_not_adapted, iter_normalized_batches, open_vectors
+from ..data.vectors import check_not_adapted, read_matrix
 from .index import AdaptedIndex, _check_ids, _train_and_add
 from .transform import file_stat_key, progress_bar
 from ..measure.search import Neighbours
@@ -42,6 +41,12 @@ def _changed(a, b):
     return np.flatnonzero(np.abs(a - b).max(1) > 1e-5)
 
 
+def _check_width(width, expected):
+    "Refuse embeddings that another encoder made."
+    if width != expected:
+        raise InputError(f"expected vectors of {expected} numbers, got {width}; were they made by another encoder?")
+
+
 def _as_neighbours(n, k, query, ids, D):
     "Hits (m,), sorted by query and distance, as arrays (n, k), padded with infinity and -1 or an empty text."
     if ids.dtype == np.uint64:
@@ -49,146 +54,41 @@ def _as_neighbours(n, k, query, ids, D):
             raise InputError(f"ids must fit in int64, got {ids.max()}; store them as texts")
         ids = ids.astype(np.int64)
     ids = ids if ids.dtype.kind == "i" else ids.astype(str)
+    padding = -1 if ids.dtype.kind == "i" else ""
+    found = Neighbours(np.full((n, k), np.inf, np.float32), np.full((n, k), padding, ids.dtype))
     rank = np.arange(len(query)) - np.searchsorted(query, query)  # within its query
-    found = Neighbours(
-        np.full((n, k), np.inf, np.float32), np.full((n, k), -1 if ids.dtype.kind == "i" else "", ids.dtype)
-    )
     found.D[query, rank], found.I[query, rank] = D, ids
     return found
 
-# %% ../../nbs/deploy/03_stores.ipynb #database
-class _Database:
-    "What a database implements: versions of embeddings under keys."
 
-    def _prepare(self, es):  # make the table, if there is none, and return the keys of the ids of a set
-        raise InputError("this store keeps no frozen embeddings; name their file in migrate")
-
-    def _put(self, keys, es, is_new):
-        raise NotImplementedError  # write frozen embeddings, and remove what was adapted from those they replace
-
-    def _rows(self, versions, lacking=None, batch_size=2048) -> Iterator[tuple]:
-        raise NotImplementedError  # yield keys and vectors of the versions in batches, or of rows `lacking` one
-
-    def _create(self, version, adapter):
-        raise NotImplementedError  # make a version, after a check of the ids
-
-    def _write(self, version, keys, z):
-        raise NotImplementedError  # fill it
-
-    def _find(self, version, z, k, **options):
-        raise NotImplementedError  # the nearest rows as the database returns them
-
-    def _nearest(self, version, z, k, **options):
-        raise NotImplementedError  # the same as `Neighbours`, with `_as_neighbours`
-
-    def _made_by(self, version):
-        raise NotImplementedError  # the fingerprint of the adapter of a version
-
-    def _width(self):
-        raise NotImplementedError  # of the frozen embeddings
-
-    def _compares_directions(self):
-        raise NotImplementedError  # whether norms do not count where the frozen embeddings are searched
-
-    @property
-    def active(self) -> str | None:
-        "Name of the version that is searched."
-        raise NotImplementedError
-
-    def _write_active(self, version):
-        raise NotImplementedError
-
-    def versions(self) -> list[str]:
-        "Names of the versions."
-        raise NotImplementedError
-
-    def count(self, version: str | None) -> int:
-        "Number of the embeddings of a version; None: of all rows."
-        raise NotImplementedError
-
-# %% ../../nbs/deploy/03_stores.ipynb #check-directions
-def _check_width(width, expected):
-    "Refuse embeddings that another encoder made."
-    if width != expected:
-        raise InputError(f"expected vectors of {expected} numbers, got {width}; were they made by another encoder?")
-
-
-def _check_directions(ids, x):
-    "Refuse embeddings that are not finite or 0, and name the id of the first."
-    usable = np.isfinite(x).all(1) & x.any(1)
-    if not usable.all():
-        first = ids[int(np.argmin(usable))]
-        raise InputError(f"vectors must be finite and not 0, first wrong one: id {first!r}; repair or delete it")
-
-# %% ../../nbs/deploy/03_stores.ipynb #fill
-def _compare(store, keys, x, batch_size):
-    "Row numbers of frozen embeddings that a store lacks, and of those that differ from the ones under their keys."
-    row_of = {key: row for row, key in enumerate(keys)}
-    present, updated = np.zeros(len(keys), bool), [np.empty(0, int)]
-    for stored_keys, stored in store._rows([store.frozen], batch_size=batch_size):
-        held = [(i, row_of[key]) for i, key in enumerate(stored_keys) if key in row_of]
-        places, rows = np.array(held, int).reshape(-1, 2).T
-        present[rows] = True
-        stored = stored[places] / np.linalg.norm(stored[places], axis=1, keepdims=True)  # a database may rescale them
-        updated.append(rows[_changed(stored, x[rows])])
-    return np.flatnonzero(~present), np.concatenate(updated)
-
-
-def _fill(store, version, documents, limit, batch_size, advance):
-    "Adapt at most `limit` embeddings that lack a version."
-    while limit > 0:
-        lacking = store._rows([store.frozen], lacking=version, batch_size=min(batch_size, limit))
-        if (batch := next(lacking, None)) is None:
-            return
-        _check_directions(*batch)
-        store._write(version, batch[0], documents.transform(batch[1]))
-        limit -= len(batch[0])
-        advance(len(batch[0]))
-
-
-def _fill_changed(store, version, documents, batch_size):
-    "Adapt the embeddings again that have changed since they were adapted."
-    for keys, x, z in store._rows([store.frozen, version], batch_size=batch_size):
-        _check_directions(keys, x)
-        expected = documents.transform(x)
-        if len(rows := _changed(expected, z)):
-            store._write(version, [keys[row] for row in rows], expected[rows])
-
-
-def _adapt_queries(store, adapter, xq):
-    "The active version, if the adapter made it, and the adapted queries (nq, d'). Another one is refused."
-    a, version = as_adapter(adapter), store.active
-    if version == store.frozen:
-        fits, holds = a.documents.is_identity and store._compares_directions(), "frozen embeddings"
-    else:
-        made_by = str(store._made_by(version))
-        fits, holds = made_by == a.documents.fingerprint, f"embeddings adapted by {made_by[:12]}"
-    if not fits:
-        raise InputError(
-            f"the active version {version!r} holds {holds}, not those of this adapter, "
-            f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
-        )
-    n, found = store.count(None), store.count(version)
-    if found < n:
-        warnings.warn(f"{n - found} of {n} embeddings are not found, because they were not migrated", stacklevel=3)
-    return version, a.queries.transform(xq)
+def _rows_of_set(es):
+    "The columns that a store keeps of an embedding set beside ids and vectors, as lists."
+    class_names = np.array([*es.classes, ""], dtype=object)  # the last one for label -1
+    return {"label": es.y.tolist(), "class": class_names[es.y].tolist(), "split": es.split.tolist()}
 
 # %% ../../nbs/deploy/03_stores.ipynb #migrate
-class Store(_Database):
+class Store:
     """Embeddings under ids: the frozen ones, and a version for each adapter; one version is active.
 
-    `open_store` opens one. The methods without an underscore are the same for every database.
-
-    Attributes
-    ----------
-    frozen : str
-        Name of the version of frozen embeddings.
-    changes : Changes or None
-        What the last `add` has done.
+    `open_store` opens one. A database is a class with the methods that are named here; they trust their arrays.
     """
 
-    frozen = "vector"
-    changes: Changes | None = None
+    frozen = "vector"  # name of the version of frozen embeddings
+    changes: Changes | None = None  # what the last `add` has done
+
+    count: Any  # version -> number of its embeddings; None: of all rows
+    _prepare: Any  # set -> keys of its ids; makes the table if there is none
+    _put: Any  # keys, set, is_new: write frozen embeddings, and remove what was adapted from those they replace
+    _rows: Any  # versions, lacking=None, batch_size: yield keys and vectors of the versions, of rows that lack another
+    _create: Any  # version, width, notes: make a version, after a check of the ids
+    _write: Any  # version, keys, vectors: fill it
+    _find: Any  # version, queries, k, **options -> the nearest rows as the database returns them
+    _nearest: Any  # the same -> Neighbours, made by `_as_neighbours`
+    _names: Any  # () -> names of all columns, of which some are versions
+    _get: Any  # name of a column, key -> what the store has noted there, None if nothing
+    _note: Any  # name of a column, **values: note them
+    _width: Any  # () -> width of the frozen embeddings
+    _compares_directions: Any  # () -> whether norms do not count where the frozen embeddings are searched
 
     def __enter__(self) -> Any:
         return self
@@ -199,10 +99,19 @@ class Store(_Database):
     def close(self) -> None:
         "Release what the store holds open."
 
+    def versions(self) -> list[str]:
+        "Names of the versions, that of the frozen embeddings first."
+        return [self.frozen, *(name for name in self._names() if self._get(name, "ega_source") == self.frozen)]
+
+    @property
+    def active(self) -> str | None:
+        "Name of the version that is searched."
+        return self._get(self.frozen, "ega_active") or self.frozen
+
     def add(self, es: EmbeddingSet, *, batch_size: int = 512, progress: bool = False) -> Changes:
         "Write frozen embeddings, with label, class and split: add new ids, replace embeddings that have changed."
         keys = self._prepare(es)
-        new, updated = _compare(self, keys, es.x, batch_size)
+        new, updated = self._compare(keys, es.x, batch_size)
         with progress_bar(len(new) + len(updated), progress, "write") as advance:
             for rows, is_new in ((new, True), (updated, False)):
                 for i in range(0, len(rows), batch_size):
@@ -212,34 +121,28 @@ class Store(_Database):
         self.changes = Changes(len(new), len(updated), len(es) - len(new) - len(updated))
         return self.changes
 
+    def _compare(self, keys, x, batch_size):
+        "Row numbers of embeddings that the store lacks, and of those that differ from the ones under their keys."
+        row_of = {key: row for row, key in enumerate(keys)}
+        present, updated = np.zeros(len(keys), bool), [np.empty(0, int)]
+        for stored_keys, stored in self._rows([self.frozen], batch_size=batch_size):
+            held = [(i, row_of[key]) for i, key in enumerate(stored_keys) if key in row_of]
+            places, rows = np.array(held, int).reshape(-1, 2).T
+            present[rows] = True
+            stored = stored[places] / np.linalg.norm(stored[places], axis=1, keepdims=True)  # a database may rescale
+            updated.append(rows[_changed(stored, x[rows])])
+        return np.flatnonzero(~present), np.concatenate(updated)
+
     def migrate(
-        self, adapter: Any, vectors: Any = None, *, batch_size: int = 2048, max_rows: Any = None, progress: bool = False
-    ) -> str:
-        """Write the version of an adapter beside the active one; the same call resumes after a kill.
-
-        Parameters
-        ----------
-        adapter : adapter, estimator or path
-            Anything `ega.method.interface.as_adapter` accepts. What is stored is adapted as documents.
-        vectors : EmbeddingSet or path, optional
-            A set or a pack that is added first.
-        batch_size : int, default 2048
-            Embeddings read and written at once.
-        max_rows : int, optional
-            Embeddings to adapt in this call; all that have no adapted one by default.
-        progress : bool, default False
-            Show a bar.
-
-        Returns
-        -------
-        str
-            Name of the version for `activate`; `frozen` where the adapter changes queries alone.
-
-        Raises
-        ------
-        InputError
-            If an id is missing or repeated, or an embedding has another width or no direction; nothing is written then.
-        """
+        self,
+        adapter: Any,  # what `ega.method.interface.as_adapter` accepts; what is stored is adapted as documents
+        vectors: Any = None,  # an EmbeddingSet or a pack that is added first
+        *,
+        batch_size: int = 2048,  # embeddings read and written at once
+        max_rows: int | None = None,  # embeddings to adapt in this call; None: all that have no adapted one
+        progress: bool = False,  # show a bar
+    ) -> str:  # name of the version for `activate`; `frozen` where the adapter changes queries alone
+        "Write the version of an adapter beside the active one; the same call resumes after a kill."
         documents = as_adapter(adapter).documents
         if vectors is not None:
             es = vectors if isinstance(vectors, EmbeddingSet) else read_pack(vectors)
@@ -252,100 +155,89 @@ class Store(_Database):
         version = version if self.frozen == "vector" else f"{self.frozen}_{version}"  # two columns are adapted apart
         is_new = version not in self.versions()
         if is_new:
-            for ids, x in self._rows([self.frozen], batch_size=batch_size):
-                _check_directions(ids, x)
-            self._create(version, documents)
+            self._check_frozen(batch_size)
+            notes = {"ega_adapter": documents.fingerprint, "ega_source": self.frozen}
+            self._create(version, documents.output_dim, notes)
         missing = self.count(self.frozen) - self.count(version)
+        limit = missing if max_rows is None else min(missing, max_rows)
         with progress_bar(missing, progress, "adapt") as advance:
-            _fill(
-                self, version, documents, missing if max_rows is None else min(missing, max_rows), batch_size, advance
-            )
-        if not is_new and max_rows is None:
-            _fill_changed(self, version, documents, batch_size)
+            while limit > 0:
+                lacking = self._rows([self.frozen], lacking=version, batch_size=min(batch_size, limit))
+                if (batch := next(lacking, None)) is None:
+                    break
+                self._write(version, batch[0], documents.transform(batch[1]))
+                limit -= len(batch[0])
+                advance(len(batch[0]))
+        if not is_new and max_rows is None:  # some may have changed since they were adapted
+            for keys, x, z in self._rows([self.frozen, version], batch_size=batch_size):
+                expected = documents.transform(x)
+                if len(rows := _changed(expected, z)):
+                    self._write(version, [keys[row] for row in rows], expected[rows])
         return version
 
-    def activate(self, version: str) -> "Store":
+    def _check_frozen(self, batch_size):
+        "Refuse a store with an embedding that is not finite or 0, and name its id."
+        for ids, x in self._rows([self.frozen], batch_size=batch_size):
+            usable = np.isfinite(x).all(1) & x.any(1)
+            if not usable.all():
+                first = ids[int(np.argmin(usable))]
+                raise InputError(
+                    f"vectors must be finite and not 0, first wrong one: id {first!r}; repair or delete it"
+                )
+
+    def activate(self, version: str) -> Any:
         "Search a complete version from now on, or the frozen embeddings again; returns the store."
-        if version != self.frozen and (version not in self.versions() or self._made_by(version) is None):
+        if version not in self.versions():
             raise InputError(f"there is no version {short_repr(version)}; versions: {', '.join(self.versions())}")
         if missing := self.count(self.frozen) - self.count(version):
             raise InputError(f"{missing} embeddings have no vector in {version!r}; migrate to the end first")
-        self._write_active(version)
+        self._note(self.frozen, ega_active=version)
         return self
 
+    def _adapt_queries(self, adapter, xq):
+        "The active version, if the adapter made it, and the adapted queries (nq, d'). Another one is refused."
+        a, version = as_adapter(adapter), self.active
+        if version == self.frozen:
+            fits, holds = a.documents.is_identity and self._compares_directions(), "frozen embeddings"
+        else:
+            made_by = str(self._get(version, "ega_adapter"))
+            fits, holds = made_by == a.documents.fingerprint, f"embeddings adapted by {made_by[:12]}"
+        if not fits:
+            raise InputError(
+                f"the active version {version!r} holds {holds}, not those of this adapter, "
+                f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
+            )
+        n, found = self.count(None), self.count(version)
+        if found < n:
+            warnings.warn(f"{n - found} of {n} embeddings are not found, because they were not migrated", stacklevel=3)
+        return version, a.queries.transform(xq)
+
     def search(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Neighbours:
-        """Adapt raw queries and search the active version.
+        """Adapt raw queries and search the active version; inf and -1 or "" stand where fewer than k are found.
 
-        Parameters
-        ----------
-        adapter : adapter, estimator or path
-            The one that made the active version, or one that changes queries alone.
-        xq : (nq, d) array
-            Raw queries of any norm but 0.
-        k : int, default 10
-            Neighbours of each query.
-        **options
-            ``where``, a condition on the rows: SQL in LanceDB, a `qdrant_client.models.Filter` in Qdrant;
-            ``nprobes`` of an index of LanceDB.
-
-        Returns
-        -------
-        Neighbours
-            `D` (nq, k) squared L2 distances and `I` (nq, k) ids; inf and -1 or "" where fewer are found.
+        Options are `where`, SQL in LanceDB and a Filter in Qdrant, and `nprobes` of an index of LanceDB.
         """
-        version, z = _adapt_queries(self, adapter, xq)
+        version, z = self._adapt_queries(adapter, xq)
         return self._nearest(version, z, k, **options)
 
     def rows(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Any:
         "The nearest rows of each query as the database returns them, with other columns (``columns``) or payloads."
-        version, z = _adapt_queries(self, adapter, xq)
+        version, z = self._adapt_queries(adapter, xq)
         return self._find(version, z, k, **options)
 
-# %% ../../nbs/deploy/03_stores.ipynb #lance-arrays
-def _vectors(column):
-    "An Arrow array of fixed-size lists as an array (n, d)."
-    column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
-    return column.flatten().to_numpy().reshape(len(column), -1)
-
-
+# %% ../../nbs/deploy/03_stores.ipynb #lance-table
 def _vector_column(x):
     "Rows (n, d) as an Arrow column of fixed-size lists."
-    import pyarrow as pa
-
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x, np.float32).ravel()), x.shape[1])
 
 
-def _search_table(table, column, is_raw, z, k, columns, *, where=None, nprobes=None):
-    "The columns of the nearest rows, with query_index and _distance (squared L2); raw vectors may have any norm."
-    import pyarrow as pa
+class LanceStore(Store):
+    """A table of LanceDB, or the path FOLDER/NAME.lance of one, with a column of adapted vectors for each adapter.
 
-    query = table.search(z, vector_column_name=column).distance_type("cosine" if is_raw else "l2")
-    query = query.limit(k).select([*columns, "_distance"])
-    query = query if where is None else query.where(where, prefilter=True)
-    query = query if nprobes is None else query.nprobes(nprobes)
-    try:
-        found = query.to_arrow()
-    except ValueError as error:
-        names = ", ".join(table.schema.names)
-        raise InputError(f"where={where!r} must be SQL on the columns {names} ({short_error(error)})") from error
-    if is_raw:  # squared L2 distances of unit rows are twice as large; rounding makes 1 - cosine negative
-        D = pa.array(2 * found["_distance"].to_numpy().clip(min=0))
-        found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
-    if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
-        found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
-    return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))
+    Ids are distinct integers or texts, frozen embeddings may have any norm. `add` makes a table that does not exist.
+    """
 
-# %% ../../nbs/deploy/03_stores.ipynb #lance-table
-class _LanceTable(Store):
-    "A table of LanceDB, and what its metadata say."
-
-    def __init__(
-        self,
-        table: Any,  # LanceDB table, or its path; `add` makes a table that does not exist
-        *,
-        id_column: str = "id",  # distinct integers or texts
-        vector_column: str = "vector",  # frozen embeddings of any norm
-    ):
+    def __init__(self, table: Any, *, id_column: str = "id", vector_column: str = "vector"):
         self.path, self.id_column, self.frozen = None, id_column, vector_column
         self._table: Any = table
         self._counts: dict = {}
@@ -354,16 +246,13 @@ class _LanceTable(Store):
             if self.path.suffix != ".lance" or self.path.is_file():
                 raise InputError(f"{self.path}: expected a LanceDB table, FOLDER/NAME.lance")
             if self.path.is_dir():
-                self._open()
+                try:
+                    self._table = self._database().open_table(self.path.stem)
+                except (ValueError, RuntimeError) as error:
+                    raise InputError(f"{self.path}: this table cannot be opened ({short_error(error)})") from error
 
-    def _open(self):
-        lancedb = import_optional("lancedb", "deploy")
-        try:
-            self._table = lancedb.connect(str(self.path.parent)).open_table(self.path.stem)
-        except (ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{self.path}: this table cannot be opened ({short_error(error)}); write it again"
-            ) from error
+    def _database(self):
+        return import_optional("lancedb", "deploy").connect(str(self.path.parent))
 
     @property
     def table(self) -> Any:
@@ -372,15 +261,15 @@ class _LanceTable(Store):
             raise InputError(f"{self.path}: there is no such table; write one with add (`ega migrate --vectors`)")
         return self._table
 
-    def _metadata(self, column):
-        if column not in self.table.schema.names:
-            raise InputError(f"the table has no column {column!r}, only {', '.join(self.table.schema.names)}")
-        return {k.decode(): v.decode() for k, v in (self.table.schema.field(column).metadata or {}).items()}
+    def _names(self):
+        return self.table.schema.names
 
-    def versions(self) -> list[str]:
-        "Names of the columns of vectors."
-        made = [name for name in self.table.schema.names if self._metadata(name).get("ega_source") == self.frozen]
-        return [self.frozen, *made]
+    def _get(self, name, key):
+        metadata = self._table and self._table.schema.field(name).metadata
+        return metadata[key.encode()].decode() if metadata and key.encode() in metadata else None
+
+    def _note(self, name, **values):
+        self.table.update_field_metadata({"path": name, "metadata": values})
 
     def count(self, version: str | None) -> int:
         "Number of the rows that have a vector in a column; None: of all rows."
@@ -388,33 +277,16 @@ class _LanceTable(Store):
             return self.table.count_rows()
         key = self.table.version, version
         if key not in self._counts:
-            self._counts = {k: n for k, n in self._counts.items() if k[0] == key[0]}
             self._counts[key] = self.table.count_rows(f"{version} IS NOT NULL")
         return self._counts[key]
 
     def _width(self):
         self.table.checkout_latest()  # rows may have been added through another handle
-        self._metadata(self.id_column), self._metadata(self.frozen)
         kind = self.table.schema.field(self.frozen).type
-        return getattr(kind, "list_size", f"a column of {kind}, not of lists of a fixed size")
+        return getattr(kind, "list_size", kind)
 
     def _compares_directions(self):
         return True
-
-    def _made_by(self, version):
-        return self._metadata(version).get("ega_adapter")
-
-    @property
-    def active(self) -> str:
-        "Name of the column that is searched."
-        return self.frozen if self._table is None else self._metadata(self.frozen).get("ega_serves", self.frozen)
-
-    def _write_active(self, version):
-        self.table.update_field_metadata({"path": self.frozen, "metadata": {"ega_serves": version}})
-
-# %% ../../nbs/deploy/03_stores.ipynb #a0365f17
-class LanceStore(_LanceTable):
-    "A table of LanceDB, FOLDER/NAME.lance, with a column of adapted vectors for each adapter."
 
     def _prepare(self, es):
         if self._table is not None:
@@ -422,24 +294,18 @@ class LanceStore(_LanceTable):
         return es.ids.tolist()
 
     def _put(self, keys, es, is_new):
-        import pyarrow as pa
-
-        class_names = np.array([*es.classes, ""], dtype=object)  # the last one for label -1
-        columns = {self.id_column: keys, "label": es.y, "class": class_names[es.y].tolist(), "split": es.split.tolist()}
-        rows = pa.table(columns | {self.frozen: _vector_column(es.x)})
+        rows = pa.table({self.id_column: keys} | _rows_of_set(es) | {self.frozen: _vector_column(es.x)})
         if self._table is None:
-            lancedb = import_optional("lancedb", "deploy")
-            self._table = lancedb.connect(str(self.path.parent)).create_table(self.path.stem, rows)
+            self._table = self._database().create_table(self.path.stem, rows)
         elif is_new:
             self.table.add(rows)
         else:  # in one transaction, so that no old adapted vector is found
             for name in self.versions()[1:]:
-                rows = rows.append_column(
-                    self.table.schema.field(name), pa.nulls(len(es), self.table.schema.field(name).type)
-                )
+                kind = self.table.schema.field(name).type
+                rows = rows.append_column(self.table.schema.field(name), pa.nulls(len(es), kind))
             self.table.merge_insert(self.id_column).when_matched_update_all().execute(rows, on_bad_vectors="null")
 
-    def _rows(self, versions, lacking=None, batch_size=2048) -> Iterator[tuple]:
+    def _rows(self, versions, lacking=None, batch_size=2048):
         if self._table is None:
             return
         conditions = [f"{version} IS NOT NULL" for version in versions] + ([f"{lacking} IS NULL"] if lacking else [])
@@ -450,35 +316,47 @@ class LanceStore(_LanceTable):
                 continue
             if rows[self.id_column].null_count:
                 raise InputError(f"column {self.id_column!r} must hold an id in every row; fill in the missing ones")
-            yield rows[self.id_column].to_pylist(), *(_vectors(rows[version]) for version in versions)
+            yield (
+                rows[self.id_column].to_pylist(),
+                *(rows[name].flatten().to_numpy().reshape(len(rows), -1) for name in versions),
+            )
 
-    def _create(self, version, adapter):
-        import pyarrow as pa
-
+    def _create(self, version, dim, notes):
         ids = self.table.search().select([self.id_column]).to_arrow()[self.id_column]
         if repeated := len(ids) - len(ids.unique()):
             raise InputError(f"the values of column {self.id_column!r} must be distinct, {repeated} are repeated")
-        self.table.add_columns(pa.field(version, pa.list_(pa.float32(), adapter.output_dim)))
-        metadata = {"ega_adapter": adapter.fingerprint, "ega_source": self.frozen}
-        self.table.update_field_metadata({"path": version, "metadata": metadata})
+        self.table.add_columns(pa.field(version, pa.list_(pa.float32(), dim), metadata=notes))
 
-    def _write(self, version, ids, z):
-        import pyarrow as pa
-
+    def _write(self, version, keys, z):
         kind = self.table.schema.field(self.id_column).type
-        adapted = pa.table({self.id_column: pa.array(ids, kind), version: _vector_column(z)})
-        if not self.table.merge_insert(self.id_column).when_matched_update_all().execute(adapted).num_updated_rows:
-            raise InputError(f"none of {len(ids)} rows was found again by its id; was it changed during the migration?")
+        adapted = pa.table({self.id_column: pa.array(keys, kind), version: _vector_column(z)})
+        self.table.merge_insert(self.id_column).when_matched_update_all().execute(adapted)
 
-    def _find(self, version, z, k, *, columns=None, **options):
-        return _search_table(self.table, version, version == self.frozen, z, k, columns or [self.id_column], **options)
+    def _find(self, version, z, k, *, columns=None, where=None, nprobes=None):
+        "The columns of the nearest rows, with query_index and _distance (squared L2)."
+        is_raw = version == self.frozen  # of any norm
+        query = self.table.search(z, vector_column_name=version).distance_type("cosine" if is_raw else "l2")
+        query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
+        query = query if where is None else query.where(where, prefilter=True)
+        query = query if nprobes is None else query.nprobes(nprobes)
+        try:
+            found = query.to_arrow()
+        except ValueError as error:
+            names = ", ".join(self.table.schema.names)
+            raise InputError(f"where={where!r} must be SQL on the columns {names} ({short_error(error)})") from error
+        if is_raw:  # squared L2 distances of unit rows are twice as large; rounding makes 1 - cosine negative
+            D = pa.array(2 * found["_distance"].to_numpy().clip(min=0))
+            found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
+        if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
+            found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
+        return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))
 
     def _nearest(self, version, z, k, **options):
         found = self._find(version, z, k, **options)
         ids = found[self.id_column].to_numpy(zero_copy_only=False)
         return _as_neighbours(len(z), k, found["query_index"].to_numpy(), ids, found["_distance"].to_numpy())
 
-# %% ../../nbs/deploy/03_stores.ipynb #open-qdrant
+# %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
 def _open_qdrant(path):
     "A client of Qdrant inside the process, on a folder; a new folder is made."
     path = check_path(path)
@@ -487,27 +365,22 @@ def _open_qdrant(path):
     try:
         return import_optional("qdrant_client", "qdrant").QdrantClient(path=str(path))
     except (sqlite3.Error, *READ_ERRORS) as error:
-        if "already accessed" in str(error):
-            raise InputError(f"{path} is in use by another client of Qdrant; close that one first") from error
-        raise InputError(f"{path}: this folder of Qdrant cannot be opened ({short_error(error)})") from error
+        raise InputError(f"{path}: this folder is damaged or in use ({short_error(error)})") from error
 
-# %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
-class _QdrantCollection(Store):
-    "A collection of Qdrant, and what its metadata say."
 
-    def __init__(
-        self,
-        client: Any,  # QdrantClient, or a folder that is opened inside the process
-        collection: str,  # `add` makes a collection that does not exist
-        *,
-        vector: str | None = None,  # name of the frozen vector; None: the only one that ega did not add
-    ):
+class QdrantStore(Store):
+    """A collection of a QdrantClient, or of a folder that is opened inside the process, with a vector for each adapter.
+
+    `vector` names the frozen one; None: the only one that ega did not add. `add` makes a missing collection.
+    """
+
+    def __init__(self, client: Any, collection: str, *, vector: str | None = None):
         self._models = import_optional("qdrant_client.models", "qdrant")
         self._is_mine = isinstance(client, (str, Path))
         self.client, self.collection = _open_qdrant(client) if self._is_mine else client, collection
         self._raw = ""
         if self.client.collection_exists(collection):
-            frozen = [name for name in self._params() if self._metadata("ega_source", name) is None]
+            frozen = [name for name in self._params() if self._get(name, "ega_source") is None]
             if vector is not None and vector not in frozen or vector is None and len(frozen) != 1:
                 self.close()
                 raise InputError(f"collection {collection!r} has the vectors {frozen}; name one of them with vector=")
@@ -533,10 +406,14 @@ class _QdrantCollection(Store):
         vectors = self._info().config.params.vectors
         return vectors if isinstance(vectors, dict) else {} if vectors is None else {"": vectors}
 
-    def _metadata(self, key, name):
-        return (self._info().config.metadata or {}).get(f"{key}:{name}")
+    def _names(self):
+        return list(self._params())
 
-    def _set_metadata(self, name, **values):
+    def _get(self, name, key):
+        exists = self.client.collection_exists(self.collection)
+        return (self._info().config.metadata or {}).get(f"{key}:{name}") if exists else None
+
+    def _note(self, name, **values):
         metadata = {f"{key}:{name}": value for key, value in values.items()}
         self.client.update_collection(self.collection, metadata=metadata)
 
@@ -545,10 +422,6 @@ class _QdrantCollection(Store):
         has = [self._models.HasVectorCondition(has_vector=self._name(version)) for version in versions]
         lacks = lacking and [self._models.HasVectorCondition(has_vector=lacking)]
         return self._models.Filter(must=has, must_not=lacks)
-
-    def versions(self) -> list[str]:
-        "Names of the vectors."
-        return [self.frozen, *(name for name in self._params() if self._metadata("ega_source", name) == self._raw)]
 
     def count(self, version: str | None) -> int:
         "Number of the points that have a vector; None: of all points."
@@ -562,44 +435,23 @@ class _QdrantCollection(Store):
     def _compares_directions(self):
         return self._params()[self._raw].distance == self._models.Distance.COSINE
 
-    def _made_by(self, version):
-        return self._metadata("ega_adapter", version)
-
-    @property
-    def active(self) -> str:
-        "Name of the vector that is searched."
-        exists = self.client.collection_exists(self.collection)
-        name = self._metadata("ega_active", self._raw) if exists else None
-        return self.frozen if name in (None, self._raw) else name
-
-    def _write_active(self, version):
-        self._set_metadata(self._raw, ega_active=self._name(version))
-
-# %% ../../nbs/deploy/03_stores.ipynb #e82246e4
-class QdrantStore(_QdrantCollection):
-    "A collection of Qdrant, with a named vector for each adapter."
-
     def _prepare(self, es):
         if not self.client.collection_exists(self.collection):
             params = self._models.VectorParams(size=es.dim, distance=self._models.Distance.COSINE)
-            try:
-                self.client.create_collection(self.collection, vectors_config=params, metadata={"ega_id_key:": "id"})
-            except ValueError as error:
-                raise InputError(f"there can be no collection {self.collection!r} ({short_error(error)})") from error
-        if self._metadata("ega_id_key", "") != "id":
+            self.client.create_collection(self.collection, vectors_config=params, metadata={"ega_id_key:": "id"})
+        if self._get("", "ega_id_key") != "id":
             raise InputError(f"the points of {self.collection!r} have ids of their own; add points with Qdrant")
         _check_width(self._width(), es.dim)
         return [str(uuid.uuid5(uuid.NAMESPACE_OID, name)) for name in es.ids.tolist()]
 
     def _put(self, keys, es, is_new):  # a point that is written again loses its adapted vectors
-        class_names = np.array([*es.classes, ""], dtype=object)  # the last one for label -1
-        columns = es.ids.tolist(), es.y.tolist(), class_names[es.y].tolist(), es.split.tolist()
-        payloads = [dict(zip(("id", "label", "class", "split"), values)) for values in zip(*columns)]
+        columns = {"id": es.ids.tolist()} | _rows_of_set(es)
+        payloads = [dict(zip(columns, values)) for values in zip(*columns.values())]
         points = zip(keys, es.x.tolist(), payloads)
         new = [self._models.PointStruct(id=key, vector={"": x}, payload=payload) for key, x, payload in points]
         self.client.upsert(self.collection, new)
 
-    def _rows(self, versions, lacking=None, batch_size=512) -> Iterator[tuple]:
+    def _rows(self, versions, lacking=None, batch_size=512):
         names, offset = [self._name(version) for version in versions], None
         options = dict(scroll_filter=self._having(*versions, lacking=lacking), with_vectors=names, with_payload=False)
         while True:
@@ -611,13 +463,13 @@ class QdrantStore(_QdrantCollection):
             if offset is None:
                 return
 
-    def _create(self, version, adapter):
-        self._set_metadata(version, ega_adapter=adapter.fingerprint, ega_source=self._raw)
-        params = self._models.DenseVectorConfig(size=adapter.output_dim, distance=self._models.Distance.EUCLID)
+    def _create(self, version, dim, notes):
+        self._note(version, **notes)  # first, so that a vector without notes is never left behind
+        params = self._models.DenseVectorConfig(size=dim, distance=self._models.Distance.EUCLID)
         self.client.create_vector_name(self.collection, version, self._models.DenseVectorNameConfig(dense=params))
 
-    def _write(self, version, ids, z):
-        points = [self._models.PointVectors(id=i, vector={version: row}) for i, row in zip(ids, z.tolist())]
+    def _write(self, version, keys, z):
+        points = [self._models.PointVectors(id=i, vector={version: row}) for i, row in zip(keys, z.tolist())]
         self.client.update_vectors(self.collection, points)
 
     def _find(self, version, z, k, *, where=None, with_payload=True):
@@ -627,7 +479,7 @@ class QdrantStore(_QdrantCollection):
         return [found.points for found in self.client.query_batch_points(self.collection, requests)]
 
     def _nearest(self, version, z, k, *, where=None):
-        key = self._metadata("ega_id_key", "")
+        key = self._get("", "ega_id_key")
         found = self._find(version, z, k, where=where, with_payload=[key] if key else False)
         query = np.repeat(np.arange(len(found)), [len(points) for points in found])
         points = sum(found, [])
@@ -637,54 +489,14 @@ class QdrantStore(_QdrantCollection):
         D = 2 - 2 * np.minimum(score, 1) if version == self.frozen else score**2
         return _as_neighbours(len(z), k, query, ids if len(ids) else ids.astype(np.int64), D)
 
-# %% ../../nbs/deploy/03_stores.ipynb #faiss-source
+# %% ../../nbs/deploy/03_stores.ipynb #migrate-index
 def _write_json(path, values):
-    "Write values that JSON can hold."
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(values))
 
 
-def _check_made_from(folder, made_from):
-    "Refuse a finished version that was built from other vectors, with other ids or another factory string."
-    before = read_json(folder / "made_from.json", "what a version was built from")
-    if differing := [name for name in made_from if before.get(name) != made_from[name]]:
-        raise InputError(
-            f"{folder} was built from another {' and '.join(differing)}, or the file has changed; to build it anew, "
-            "activate another version and drop this one, or choose another store"
-        )
-
-
-def _read_vectors(source, adapter, column, ids):
-    "The file of frozen embeddings, the ids of its rows (those given, those of a pack, or row numbers), and a record."
-    rows = open_vectors(source, adapter.documents.input_dim, column)
-    check_not_adapted(rows)
-    if ids is None and rows.pack:
-        ids = read_parquet(source, ["id"])["id"].to_pylist()
-    ids = _check_ids(ids, rows.n, np.empty(0, np.int64))
-    return rows, ids, {"source": [*file_stat_key(source), rows.column], "ids": hash_arrays(ids)}
-
-# %% ../../nbs/deploy/03_stores.ipynb #add-file
-def _add_file(index, rows, *, batch_size=8192, progress=False):
-    "Adapt and add the rows of a file to the FAISS index of an AdaptedIndex."
-    batches = partial(iter_normalized_batches, rows, 0, batch_size)
-    with progress_bar(rows.n, progress, "index") as advance:
-        _train_and_add(index.index, rows.n, batches, index.adapter.documents.apply, advance)
-
-# %% ../../nbs/deploy/03_stores.ipynb #migrate-index
 class IndexStore(Store):
-    """Folder of versions of an `AdaptedIndex`, one for each adapter, named by its fingerprint; one is active.
-
-    Parameters
-    ----------
-    folder : path
-        Folder of the versions; `migrate` creates it.
-
-    Examples
-    --------
-    >>> from ega.deploy.stores import IndexStore
-    >>> IndexStore("no such folder").versions()
-    []
-    """
+    "Folder of versions of an `AdaptedIndex`, one for each adapter, named by its fingerprint; one is active."
 
     def __init__(self, folder: Path | str):
         self.folder = check_path(folder, "folder")
@@ -697,86 +509,75 @@ class IndexStore(Store):
         "Number of embeddings of a version; None: of the active one."
         return len(self.open(version))
 
+    def open(self, version: str | None = None, adapter: Any = None) -> AdaptedIndex:
+        "Load a version, by default the active one; `adapter` as in `AdaptedIndex.load`."
+        return AdaptedIndex.load(self.folder / self._check_finished(version or self.active), adapter)
+
+    def _check_finished(self, version):
+        if version not in self.versions():
+            raise InputError(
+                f"{self.folder}: expected one of the finished versions {self.versions()}, got {short_repr(version)}; "
+                "migrate a file of vectors (--vectors) and activate its version (--activate)"
+            )
+        return version
+
     @property
     def active(self) -> str | None:
         "Name of the version that is searched, None if there is none."
         if not (self.folder / "current.json").exists():
             return None
-        version = read_json(self.folder / "current.json", "the name of a version").get("version")
-        self._check_finished(version)
-        return version
-
-    def open(self, version: str | None = None, adapter: Any = None) -> AdaptedIndex:
-        "Load a version, by default the active one; `adapter` as in `AdaptedIndex.load`."
-        version = self._check_finished(version or self.active)
-        return AdaptedIndex.load(self.folder / version, adapter)
-
-    def _check_finished(self, version):
-        if version not in self.versions():
-            raise InputError(
-                f"{self.folder}: expected a finished version, got {short_repr(version)}; the finished ones are "
-                f"{self.versions()}; migrate a file of vectors (--vectors) and activate its version (--activate)"
-            )
-        return version
+        return self._check_finished(read_json(self.folder / "current.json", "the name of a version").get("version"))
 
     def activate(self, version: str) -> "IndexStore":
         "Search a finished version from now on; returns the store."
-        self._check_finished(version)
-        _write_json(self.folder / "current.json", {"version": version})
+        _write_json(self.folder / "current.json", {"version": self._check_finished(version)})
         return self
 
     def drop(self, version: str) -> None:
         "Delete a finished version that is not the active one."
-        self._check_finished(version)
-        if version == self.active:
+        if self._check_finished(version) == self.active:
             raise InputError(f"{version} is the active version; activate another one first")
         (self.folder / version / "about.json").unlink()  # from here on it is not finished
         shutil.rmtree(self.folder / version)
 
+    def _prepare(self, es):
+        raise InputError("this store keeps no frozen embeddings; name their file in migrate")
+
     def migrate(  # type: ignore[override]
         self,
-        adapter: Any,
-        vectors: Any = None,
+        adapter: Any,  # what `ega.method.interface.as_adapter` accepts
+        vectors: Any = None,  # file of the frozen embeddings; a finished version needs none
         *,
-        index_factory: str = "Flat",
-        ids: Any = None,
-        column: str | None = None,
-        **options: Any,
-    ) -> str:
-        """Build the version of an adapter beside the active one, or find it finished.
-
-        Parameters
-        ----------
-        adapter : adapter, estimator or path
-            Anything `ega.method.interface.as_adapter` accepts.
-        vectors : path, optional
-            File of the frozen embeddings, of any norm but 0: .npy, .parquet or a pack. A finished version needs none.
-        index_factory : str, default "Flat"
-            FAISS factory string of the new index.
-        ids : (n,) array of int or str, optional
-            Ids of the embeddings; those of a pack, or row numbers, by default.
-        column : str, optional
-            Column of the embeddings in a Parquet file.
-        **options
-            ``batch_size`` (8192), embeddings adapted at once, and ``progress``, whether to show a bar.
-
-        Returns
-        -------
-        str
-            Name of the version for `activate`: the first 16 digits of the fingerprint of the adapter.
-        """
+        index_factory: str = "Flat",  # FAISS factory string of the new index
+        ids: Any = None,  # (n,) integers or texts; None: those of a pack, or row numbers
+        column: str | None = None,  # of the embeddings in a Parquet file
+        batch_size: int = 8192,  # embeddings adapted at once
+        progress: bool = False,  # show a bar
+    ) -> str:  # name of the version for `activate`: the first 16 digits of the fingerprint of the adapter
+        "Build the version of an adapter beside the active one, or find it finished."
         a = as_adapter(adapter)
         folder = self.folder / a.fingerprint[:16]
         if vectors is None:
-            self._check_finished(folder.name)
-            return folder.name
+            return self._check_finished(folder.name)
         source, index = check_path(vectors, "vectors"), AdaptedIndex(a, index_factory)
-        rows, ids, made_from = _read_vectors(source, a, column, ids)
+        matrix = read_matrix(source, a.documents.input_dim, column)
+        check_not_adapted(matrix)
+        if ids is None and matrix.pack:
+            ids = read_parquet(source, ["id"])["id"].to_pylist()
+        ids = _check_ids(ids, matrix.n, index.ids)
+        made_from = {"source": [*file_stat_key(source), matrix.column], "ids": hash_arrays(ids)}
         made_from["index_factory"] = index_factory
         if folder.name in self.versions():
-            _check_made_from(folder, made_from)
+            before = read_json(folder / "made_from.json", "what a version was built from")
+            if differing := [name for name in made_from if before.get(name) != made_from[name]]:
+                raise InputError(
+                    f"{folder} was built from another {' and '.join(differing)}, or the file has changed; to build it "
+                    "anew, activate another version and drop this one, or choose another store"
+                )
             return folder.name
-        _add_file(index, rows, **options)
+        batches = partial(matrix.unit_blocks, 0, batch_size)
+        with progress_bar(matrix.n, progress, "index") as advance:
+            _train_and_add(index.index, matrix.n, batches, a.documents.apply, advance)
         index.ids = ids
         _write_json(folder / "made_from.json", made_from)
         return index.save(folder).name
@@ -786,28 +587,12 @@ class IndexStore(Store):
         return self.open(adapter=adapter).search(xq, k, **options)
 
 # %% ../../nbs/deploy/03_stores.ipynb #open-store
-def open_store(path: Path | str, *, collection: str | None = None) -> Any:
-    """Open a store, whose kind follows from the path; a new one is made when something is written.
-
-    Parameters
-    ----------
-    path : path
-        ``FOLDER/NAME.lance``, a folder of FAISS indexes or, with `collection`, of Qdrant.
-    collection : str, optional
-        Name of a collection of Qdrant. For a server make a `QdrantStore` of its client.
-
-    Returns
-    -------
-    LanceStore, QdrantStore or IndexStore
-        Close it after use, or open it in a ``with`` block.
-
-    Examples
-    --------
-    >>> from ega.deploy.stores import open_store
-    >>> with open_store("no such folder") as store:
-    ...     store.versions()
-    []
-    """
+def open_store(
+    path: Path | str,  # FOLDER/NAME.lance, a folder of FAISS indexes or, with `collection`, of Qdrant
+    *,
+    collection: str | None = None,  # of Qdrant; for a server make a `QdrantStore` of its client
+) -> Any:  # LanceStore, QdrantStore or IndexStore; close it after use, or open it in a `with` block
+    "Open a store, whose kind follows from the path; a new one is made when something is written."
     path = check_path(path)
     if path.suffix == ".lance":
         if collection is not None:
@@ -815,8 +600,6 @@ def open_store(path: Path | str, *, collection: str | None = None) -> Any:
         return LanceStore(path)
     if collection is not None:
         return QdrantStore(path, collection)
-    if path.is_file() or (path / "adapter.safetensors").exists():
-        raise InputError(f"{path}: expected a store, got a file or the folder of an adapter")
-    if (path / "meta.json").is_file() and (path / "collection").is_dir():
-        raise InputError(f"{path}: this is a folder of Qdrant; name a collection with collection= (--collection)")
+    if path.is_file() or any((path / name).exists() for name in ("adapter.safetensors", "meta.json")):
+        raise InputError(f"{path}: expected a store, got another file or folder; of Qdrant, name a --collection")
     return IndexStore(path)

@@ -29,7 +29,7 @@ from ..data.arrays import InputError, defer_sigint, import_optional, pick_device
 from ..data.files import READ_ERRORS, check_path, file_lock, make_folder, read_json, read_npy_comment, short_error
 from ..data.packs import dequantize, open_parquet, quantize
 from ..data.threads import limit_threads, usable_cores
-from ..data.vectors import check_not_adapted, iter_normalized_batches, iter_tables, open_npy_vectors, open_vectors
+from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint
 from ..method.interface import as_module
 
@@ -174,7 +174,7 @@ def _transform_batch(adapter, device, precision, x):
 
 
 def _adapter_note(adapter, provenance):
-    "What a file records about the adapter that was applied to it; `open_vectors` reads it."
+    "What a file records about the adapter that was applied to it; `read_matrix` reads it."
     name = f"{type(adapter).__name__}({adapter.d})"
     return f"adapted by {name}, weights {provenance['adapter'][:16]}, computed in {provenance['settings'][1]}"
 
@@ -201,7 +201,7 @@ def _truncate_part(f, header, n_bytes):
 # %% ../../nbs/deploy/01_transform.ipynb #compute-rows
 def _compute_rows(
     adapter,  # nn.Module in eval mode on its device
-    vectors,  # VectorFile of the source
+    vectors,  # MatrixFile of the source
     target,  # file to be made
     provenance,  # dict of what it is made from
     done,  # rows on disk already
@@ -239,7 +239,7 @@ def _compute_rows(
             _write_progress(progress_file(target), provenance, done)
             advance(n)
 
-        blocks = iter_normalized_batches(vectors, done, batch_size * batches_per_block)
+        blocks = vectors.unit_blocks(done, batch_size * batches_per_block)
         _overlap(blocks, start_compute, write, check_interrupt)
 
 # %% ../../nbs/deploy/01_transform.ipynb #pack-hashes
@@ -298,13 +298,13 @@ def _target_schema(vectors, adapter, provenance, options, part):
     if old := vectors.pack:
         notes = "; ".join(filter(None, [old["notes"], f"{note}, from the matrix {old['sha256'][:16]}"]))
         pack = old | {"dtype": options.dtype, "notes": notes, "sha256": "", "sha256_rest": ""}
-        blocks = open_npy_vectors(part, adapter.d).blocks(0, 2**14)
+        blocks = MatrixFile(part, vectors.n, adapter.d).blocks()
         decoded = (dequantize(*quantize(z.astype(np.float32), options.dtype)) for z in blocks)
         pack["sha256"], pack["sha256_rest"] = _pack_hashes(vectors.path, pack, (vectors.n, adapter.d), decoded)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
     else:
         earlier = of_column.get(b"ega_adapted")
-        of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `open_vectors` reads it
+        of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `read_matrix` reads it
     item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
     field = pa.field(vectors.column, pa.list_(item, adapter.d), nullable=False, metadata=of_column)
     return schema.set(i, field).with_metadata(metadata)
@@ -319,7 +319,7 @@ def _write_parquet(vectors, adapter, target, part, provenance, options):
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
     size = max(1, BLOCK_BYTES // (4 * adapter.d))
     tables = iter_tables(vectors.path, None, 0, size)
-    blocks = open_npy_vectors(part, adapter.d).blocks(0, size)
+    blocks = MatrixFile(part, vectors.n, adapter.d).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(tables, blocks, strict=True):
@@ -370,7 +370,7 @@ def _open_shards(source, dim, column):
         raise InputError(
             f"{source}: expected .npy and .parquet files, found {', '.join(f.name for f in files) or 'none'}"
         )
-    return [open_vectors(f, dim, column) for f in files]
+    return [read_matrix(f, dim, column if f.suffix == ".parquet" else None) for f in files]
 
 
 def _transform_shard(adapter, vectors, target, options, advance):
@@ -411,6 +411,8 @@ def _prepare(adapter, source, target, options):
         raise InputError("batch_size and threads must be at least 1")
     if not source.exists():
         raise InputError(f"{source}: no such file or folder; expected .npy, .parquet or a folder of them")
+    if source.is_file() and source.suffix not in (".npy", ".parquet"):
+        raise InputError(f"{source}: expected .npy, .parquet or a folder of them; save the matrix with np.save")
     if source.is_file() and source.suffix != target.suffix:
         raise InputError(f"target must end in {source.suffix}, as the source does, got {target.name}")
     inside = source.resolve(), target.resolve()
@@ -419,7 +421,7 @@ def _prepare(adapter, source, target, options):
     module = copy.deepcopy(as_module(adapter)).to(pick_device(options.device)).eval()
     one_file = not source.is_dir()
     shards = (
-        [open_vectors(source, module.d, options.column)] if one_file else _open_shards(source, module.d, options.column)
+        [read_matrix(source, module.d, options.column)] if one_file else _open_shards(source, module.d, options.column)
     )
     for shard in shards:
         check_not_adapted(shard)

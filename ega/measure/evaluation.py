@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
            'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
-           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'check_groups', 'change_in_words',
-           'summary_sentence', 'caveats', 'format_evaluation', 'check_fitted', 'evaluate', 'LabelsAndGroups',
-           'labels_and_groups']
+           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words', 'summary_sentence', 'caveats',
+           'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows', 'evaluate']
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -17,16 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ega.data.arrays import (
-    InputError,
-    check_feature_names,
-    check_index,
-    check_labels,
-    check_X,
-    check_y,
-    match_classes,
-    spawn_rngs,
-)
+from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes, spawn_rngs
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -42,16 +32,15 @@ def knn_among_rows(
     gallery: np.ndarray,  # (nb,) row numbers of x, each at most once
     k: int = 1,  # neighbours of each query
     *,
-    device: str | None = None,  # None: CUDA when there is one
+    device: str | None = None,
 ) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
     "Exact nearest neighbours of some rows among other rows; a row is never its own neighbour."
-    queries, gallery = np.asarray(queries), np.asarray(gallery)
     if np.array_equal(queries, gallery):
         return loo_knn(x[gallery], k, device=device)
     if not np.isin(queries, gallery).any():
         return knn(x[queries], x[gallery], k, device=device)
     D, I = knn(x[queries], x[gallery], k + 1, device=device)
-    is_query = (I >= 0) & (gallery[I] == queries[:, None])
+    is_query = gallery[I] == queries[:, None]
     others_first = np.argsort(is_query, axis=1, kind="stable")[:, :k]
     D, I = np.where(is_query, np.float32(np.inf), D), np.where(is_query, -1, I)  # if the gallery has no k others
     return Neighbours(np.take_along_axis(D, others_first, 1), np.take_along_axis(I, others_first, 1))
@@ -71,10 +60,9 @@ def label_hits(
     queries: np.ndarray,  # (nq,) row numbers of x
     gallery: np.ndarray,  # (nb,) row numbers of x, each at most once
     *,
-    device: str | None = None,  # None: CUDA when there is one
-) -> LabelHits:  # hit, neighbour, is_copy
+    device: str | None = None,
+) -> LabelHits:
     "LP@1 and nearest neighbour of some rows, searched among other rows."
-    y, queries, gallery = np.asarray(y), np.asarray(queries), np.asarray(gallery)
     found = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, device=device)
     position = found.I[:, 0]
     neighbour = np.where(position < 0, -1, gallery[position])
@@ -82,13 +70,9 @@ def label_hits(
     return LabelHits(lp_at_k(found, y[gallery], y[queries]), neighbour, is_copy)
 
 
-def rows_with_classmate(
-    y: np.ndarray,  # (n,) int labels
-    rows: np.ndarray,  # (m,) row numbers
-) -> np.ndarray:  # (m',) row numbers, in the given order
+def rows_with_classmate(y: np.ndarray, rows: np.ndarray) -> np.ndarray:  # labels (n,), row numbers (m,) -> some of them
     "Those of the rows whose class has another row among them: only they can be a hit when searched among each other."
-    rows = np.asarray(rows, dtype=np.int64)
-    _, class_index, class_size = np.unique(np.asarray(y)[rows], return_inverse=True, return_counts=True)
+    _, class_index, class_size = np.unique(y[rows], return_inverse=True, return_counts=True)
     return rows[class_size[class_index] > 1]
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-change-code
@@ -98,10 +82,10 @@ class LabelPrecisionChange(NamedTuple):
     n_queries: int
     n_classes: int  # classes of the queries
     frozen: float  # LP@1 of the frozen embeddings
-    adapted: float  # LP@1 of the adapted embeddings
+    adapted: float
     change: float  # adapted minus frozen
-    low: float  # lower end of the confidence interval of the change
-    high: float  # upper end
+    low: float  # of the confidence interval of the change
+    high: float
 
 
 def change_against_frozen(
@@ -119,13 +103,8 @@ def change_against_frozen(
     return LabelPrecisionChange(len(before), n_classes, float(before.mean()), float(after.mean()), *interval)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-hash-rows
-def hash_rows(
-    x: np.ndarray,  # (n, d) rows of any norm but 0
-) -> np.ndarray:  # (n,) uint64
-    """Hash of 64 bits of each row, brought to norm 1 as `EmbeddingAdapter.fit` does and rounded to three decimals.
-
-    Copies of a row that were stored as float16 or int8 may get another hash.
-    """
+def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
+    "Hash of 64 bits of each row, brought to norm 1 as `EmbeddingAdapter.fit` does and rounded to three decimals."
     rounded = np.rint(1000 * check_X(x)).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
@@ -154,9 +133,8 @@ def plan_searches(
     random_state: int = 0,  # seed of the draw
 ) -> list[QuerySearch]:  # group by group, the mixed gallery first
     "The queries of each group and the galleries they are searched in."
-    seen = seen | trained_on
-    labelled = np.flatnonzero(y >= 0)
-    galleries = {"seen": labelled[seen[labelled]], "unseen": labelled[~seen[labelled]]}
+    seen, labelled = seen | trained_on, y >= 0
+    galleries = {"seen": np.flatnonzero(labelled & seen), "unseen": np.flatnonzero(labelled & ~seen)}
     is_mixed = all(len(rows) for rows in galleries.values())
     rng, searches = spawn_rngs(random_state).eval, []
     for group, own in OWN_GALLERY.items():
@@ -166,7 +144,7 @@ def plan_searches(
             continue
         queries = rows if len(rows) <= max_queries else np.sort(rng.choice(rows, max_queries, replace=False))
         if is_mixed:
-            searches.append(QuerySearch(group, "mixed", len(rows), queries, labelled))
+            searches.append(QuerySearch(group, "mixed", len(rows), queries, np.flatnonzero(labelled)))
         searches.append(QuerySearch(group, own, len(rows), queries, galleries[own]))
     if not searches:
         raise InputError("nothing can be evaluated: no class has two labelled rows; label more rows")
@@ -188,14 +166,12 @@ def tabulate_changes(
     for search, before, after in zip(searches, frozen, adapted, strict=True):
         classes = y[search.queries]
         change = change_against_frozen(before.hit, after.hit, classes, random_state=random_state, confidence=confidence)
-        is_capture_defined = search.group == "unseen" and search.gallery_name == "mixed"
-        capture = {
-            f"capture_rate_{name}": 100 * float(seen[hits.neighbour].mean()) if is_capture_defined else np.nan
-            for name, hits in (("frozen", before), ("adapted", after))
-        }
-        line = {"group": search.group, "gallery": search.gallery_name, "n_rows": search.n_rows}
-        counts = {"n_copies": int(before.is_copy.sum()), "n_gallery_classes": len(np.unique(y[search.gallery]))}
-        table.append(line | change._asdict() | capture | counts)
+        line = {"group": search.group, "gallery": search.gallery_name, "n_rows": search.n_rows} | change._asdict()
+        has_capture = search.group == "unseen" and search.gallery_name == "mixed"
+        for name, hits in (("frozen", before), ("adapted", after)):
+            line[f"capture_rate_{name}"] = 100 * float(seen[hits.neighbour].mean()) if has_capture else np.nan
+        line |= {"n_copies": int(before.is_copy.sum()), "n_gallery_classes": len(np.unique(y[search.gallery]))}
+        table.append(line)
     return pd.DataFrame(table)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-embeddings-code
@@ -204,46 +180,25 @@ def evaluate_embeddings(
     z: np.ndarray,  # (n, d') adapted embeddings of the same rows, unit rows
     y: np.ndarray,  # (n,) int labels; -1: unlabelled, not used
     seen: np.ndarray,  # (n,) bool: whether the adapter was fitted on the class of the row
-    trained_on: np.ndarray | None = None,  # (n,) bool: whether it was fitted on the row itself; None: not known
+    trained_on: np.ndarray,  # (n,) bool: whether it was fitted on the row itself
     *,
     max_queries: int = MAX_QUERIES,  # of each group, drawn at random
-    device: str | None = None,  # None: CUDA when there is one
+    device: str | None = None,
     random_state: int = 0,  # seed of the draw and of the bootstrap
     confidence: float = 0.95,  # two-sided, of the intervals
 ) -> pd.DataFrame:  # the columns of `evaluate`
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
-    y, seen, trained_on = check_groups(x, z, y, seen, trained_on)
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
-    return tabulate_changes(
-        searches, frozen, adapted, y, seen | trained_on, random_state=random_state, confidence=confidence
-    )
-
-
-def check_groups(
-    x: np.ndarray,  # (n, d) frozen embeddings
-    z: np.ndarray,  # (n, d') adapted embeddings
-    y: np.ndarray,  # (n,) int labels; -1: unlabelled
-    seen: np.ndarray,  # (n,) bool
-    trained_on: np.ndarray | None,  # (n,) bool, or None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # labels, seen and trained_on, each (n,); None becomes False
-    "Check that embeddings, labels and groups have the same rows."
-    y, seen = check_labels(y, len(x), min_classes=0), np.asarray(seen, bool)
-    trained_on = np.zeros(len(x), bool) if trained_on is None else np.asarray(trained_on, bool)
-    if not len(z) == len(y) == len(seen) == len(trained_on):
-        raise InputError("x, z, seen and trained_on must have the same rows")
-    return y, seen, trained_on
+    options = {"random_state": random_state, "confidence": confidence}
+    return tabulate_changes(searches, frozen, adapted, y, seen | trained_on, **options)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-sentences-code
-def change_in_words(
-    line: Any,  # with change, low and high: a change in points and its interval
-    unit: str = "points",
-) -> str:
+def change_in_words(line: Any, unit: str = "points") -> str:  # line: with change, low and high
     "Say whether queries gain or lose, or only by how much they change if the interval holds 0."
+    change = f"change by {line.change:+.1f}"
     if line.low > 0 or line.high < 0:
         change = f"{'gain' if line.low > 0 else 'lose'} {abs(line.change):.1f}"
-    else:
-        change = f"change by {line.change:+.1f}"
     return f"{change} {unit} [{line.low:+.1f}, {line.high:+.1f}]"
 
 
@@ -265,9 +220,7 @@ def _advice(lines):
     return f" Use the adapted embeddings if {group} classes may lose {-low:.1f} points; more rows narrow the interval."
 
 
-def summary_sentence(
-    table: pd.DataFrame,  # from evaluate_embeddings
-) -> str:
+def summary_sentence(table: pd.DataFrame) -> str:
     "Say how LP@1 changes in the mixed gallery, what the capture rate is, and whether to use the adapted embeddings."
     lines = table[table.gallery == table.gallery[0]]  # the mixed gallery, or the only one
     if len(lines) > 1:  # rows that were trained on are no evidence beside others
@@ -283,65 +236,53 @@ def summary_sentence(
     return sentence + _advice(lines)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #84e479c1
-def _counts(table, are_counted, text):
-    "Fill in the numbers of each group of the table for which the condition holds, as a list in words."
-    return ", ".join(text.format(**line) for line in table[are_counted].drop_duplicates("group").to_dict("records"))
+def _counts(lines, text):
+    "Fill in the numbers of each group of the lines, as a list in words."
+    return ", ".join(text.format(**line) for line in lines.drop_duplicates("group").to_dict("records"))
 
 
-def caveats(
-    table: pd.DataFrame,  # from evaluate_embeddings
-) -> list[str]:
-    "Sentences that limit what the table says; they apply to this table only."
-    notes, groups = [], set(table.group)
-    if "trained on" in groups:
-        notes.append("Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.")
-    if "seen" in groups:
-        notes.append(
-            "Seen: rows of classes the adapter was fitted on. Copies of fitted rows that were rounded after the fit, "
-            "such as to float16, may be among them."
-        )
-    if groups == {"unseen"}:
-        notes.append("No labelled row is of a class that the adapter was fitted on: compare the names of the classes.")
-    if "unseen" not in groups:
-        notes.append(
-            "There is no query of an unseen class, so nothing is said about unseen classes. Leave classes out of the "
-            "fit and evaluate with them."
-        )
-    if counts := _counts(table, table.n_copies > 0, "{n_copies:,} of {n_queries:,} {group}"):
-        notes.append(
-            f"Repeated rows: the nearest neighbour of {counts} queries is an exact copy of the query, so "
-            "LP@1 says little about new rows. Keep one of the copies."
-        )
-    for gallery in table.gallery[table.n_gallery_classes == 1].unique():
-        notes.append(f"The {gallery} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings.")
-    if counts := _counts(table, table.n_queries < table.n_rows, "{n_queries:,} of {n_rows:,} {group}"):
-        notes.append(f"Queries were drawn at random: {counts}. Galleries are complete.")
-    if counts := _counts(table, table.n_queries < 30, "{n_queries} {group}"):
-        notes.append(f"Fewer than 30 queries ({counts}): the interval says little, and may be too narrow.")
-    return notes
+def caveats(table: pd.DataFrame) -> list[str]:
+    "Sentences that limit what the table of `evaluate` says; they apply to this table only."
+    groups = set(table.group)
+    copies = _counts(table[table.n_copies > 0], "{n_copies:,} of {n_queries:,} {group}")
+    drawn = _counts(table[table.n_queries < table.n_rows], "{n_queries:,} of {n_rows:,} {group}")
+    few = _counts(table[table.n_queries < 30], "{n_queries} {group}")
+    galleries = table.gallery[table.n_gallery_classes == 1].unique()
+    one_class = [
+        f"The {g} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings." for g in galleries
+    ]
+    notes = {  # sentence: whether it applies
+        "Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.": (
+            "trained on" in groups
+        ),
+        "Seen: rows of classes the adapter was fitted on. Copies of fitted rows that were rounded after the fit, "
+        "such as to float16, may be among them.": "seen" in groups,
+        "No labelled row is of a class that the adapter was fitted on: compare the names of the classes.": (
+            groups == {"unseen"}
+        ),
+        "There is no query of an unseen class, so nothing is said about unseen classes. Leave classes out of the fit "
+        "and evaluate with them.": "unseen" not in groups,
+        f"Repeated rows: the nearest neighbour of {copies} queries is an exact copy of the query, so LP@1 says "
+        "little about new rows. Keep one of the copies.": copies,
+        **dict.fromkeys(one_class, True),
+        f"Queries were drawn at random: {drawn}. Galleries are complete.": drawn,
+        f"Fewer than 30 queries ({few}): the interval says little, and may be too narrow.": few,
+    }
+    return [sentence for sentence, applies in notes.items() if applies]
 
 
-def format_evaluation(
-    table: pd.DataFrame,  # from evaluate_embeddings
-) -> pd.DataFrame:  # of texts: group, gallery, queries, frozen, adapted, change [95 %]
-    "The columns of the table that the shell and the report print, as texts."
+def format_evaluation(table: pd.DataFrame) -> pd.DataFrame:
+    "The columns of the table of `evaluate` that the shell and the report print, as texts."
     counts = zip(table.n_queries, table.n_rows)
     intervals = zip(table.change, table.low, table.high)
-    return pd.DataFrame(
-        {
-            "group": table.group,
-            "gallery": table.gallery,
-            "queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts],
-            "frozen": table.frozen.map("{:.1f}".format),
-            "adapted": table.adapted.map("{:.1f}".format),
-            "change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals],
-        }
-    )
+    columns = {"group": table.group, "gallery": table.gallery}
+    columns |= {"queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts]}
+    columns |= {name: table[name].map("{:.1f}".format) for name in ("frozen", "adapted")}
+    columns |= {"change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals]}
+    return pd.DataFrame(columns)
 
-# %% ../../nbs/measure/04_evaluation.ipynb #eval-estimator-code
-def check_fitted(
-    estimator: Any,  # value to check
-) -> None:
+# %% ../../nbs/measure/04_evaluation.ipynb #eval-seen-code
+def check_fitted(estimator: Any) -> None:
     "Raise `InputError` for anything but an `EmbeddingAdapter` of classes, `NotFittedError` for one that is not fitted."
     from sklearn.utils.validation import check_is_fitted
 
@@ -351,6 +292,27 @@ def check_fitted(
     check_is_fitted(estimator, "adapter_")
 
 
+class EvaluationRows(NamedTuple):
+    "Result of `read_rows`."
+
+    x: np.ndarray  # (n, d) unit rows
+    labels: np.ndarray  # (n,) int64: positions in `classes`; -1: unlabelled
+    classes: np.ndarray  # (C,) the classes that occur, in ascending order
+    seen: np.ndarray  # (n,) bool: whether the estimator was fitted on the class of the row
+    trained_on: np.ndarray  # (n,) bool: whether it was fitted on the row itself
+
+
+def read_rows(estimator: Any, X: Any, y: Any, unlabelled: Sequence | None = None) -> EvaluationRows:
+    "Check what `evaluate` is given, number the labels, and mark what the estimator was fitted on."
+    check_fitted(estimator)
+    check_feature_names(estimator, X, reset=False)
+    check_index(X, y)
+    x = check_X(X, "X", dim=estimator.n_features_in_)
+    labels, classes = check_y(y, len(x), unlabelled=unlabelled)
+    seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
+    return EvaluationRows(x, labels, classes, seen, np.isin(hash_rows(x), estimator.fit_row_hashes_))
+
+# %% ../../nbs/measure/04_evaluation.ipynb #eval-estimator-code
 def evaluate(
     estimator: Any,
     X: np.ndarray,
@@ -371,7 +333,7 @@ def evaluate(
     estimator : EmbeddingAdapter
         A fitted estimator.
     X : array-like of shape (n, d)
-        Embeddings; rows of any norm but 0 are brought to norm 1. A DataFrame must have the columns of `fit`.
+        Embeddings; rows of any norm but 0. A DataFrame must have the columns of `fit`.
     y : array-like of shape (n,)
         Labels of the kind given to `fit`: integers or texts. Unlabelled rows are not used.
     unlabelled : sequence, optional
@@ -386,14 +348,11 @@ def evaluate(
     Returns
     -------
     pandas.DataFrame
-        A row for each `group` of queries and `gallery`. Groups: "unseen", rows of classes the estimator was not
-        fitted on; "seen", rows of classes it was fitted on; "trained on", rows it was fitted on, whatever their
-        labels are now, which show how well it fits and not what it gains. Galleries: "mixed", all labelled rows;
-        "unseen" or "seen", the labelled rows of such classes. `n_queries` of the `n_rows` that can be queries were.
-        In points: LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for
-        unseen queries in the mixed gallery, `capture_rate_frozen` and `capture_rate_adapted`, the share of queries
-        whose nearest neighbour belongs to a seen class. `n_copies` queries have an exact copy of themselves as
-        nearest neighbour in the frozen embeddings, and the gallery has rows of `n_gallery_classes`.
+        A row for each `group` of queries ("unseen", "seen" and "trained on", rows the estimator was fitted on whatever
+        their labels are now) and `gallery` ("mixed", all labelled rows; "unseen" or "seen", those of such classes).
+        In points: LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen
+        queries in the mixed gallery, the `capture_rate`, the share whose nearest neighbour is of a seen class.
+        `n_queries` of `n_rows` were searched; `n_copies` of them found an exact copy of themselves.
 
     Notes
     -----
@@ -416,42 +375,7 @@ def evaluate(
     trained on   mixed         60    91.7
     trained on    seen         60    95.0
     """
-    check_fitted(estimator)
-    if not (0 < confidence < 1 and max_queries > 0):
-        raise InputError(f"expected 0 < confidence < 1 and max_queries > 0, got {confidence} and {max_queries}")
-    check_feature_names(estimator, X, reset=False)
-    check_index(X, y)
-    x = check_X(X, "X", dim=estimator.n_features_in_)
-    labels, _, seen, trained_on = labels_and_groups(estimator, x, y, unlabelled)
-    return evaluate_embeddings(
-        x,
-        transform(estimator.adapter_, x, device=estimator.device),
-        labels,
-        seen,
-        trained_on,
-        max_queries=max_queries,
-        device=estimator.device,
-        random_state=random_state,
-        confidence=confidence,
-    )
-
-# %% ../../nbs/measure/04_evaluation.ipynb #eval-seen-code
-class LabelsAndGroups(NamedTuple):
-    "Result of `labels_and_groups`."
-
-    labels: np.ndarray  # (n,) int64: positions in `classes`; -1: unlabelled
-    classes: np.ndarray  # (C,) the classes that occur, in ascending order
-    seen: np.ndarray  # (n,) bool: whether the estimator was fitted on the class of the row
-    trained_on: np.ndarray  # (n,) bool: whether it was fitted on the row itself
-
-
-def labels_and_groups(
-    estimator: Any,  # a fitted EmbeddingAdapter
-    x: np.ndarray,  # (n, d) unit rows
-    y: Any,  # (n,) labels of the kind given to fit
-    unlabelled: Sequence | None = None,  # labels that mean "no label", as in fit
-) -> LabelsAndGroups:
-    "Encode labels, and mark the rows that an estimator was fitted on and the rows of classes it was fitted on."
-    labels, classes = check_y(y, len(x), unlabelled=unlabelled)
-    seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
-    return LabelsAndGroups(labels, classes, seen, np.isin(hash_rows(x), estimator.fit_row_hashes_))
+    rows = read_rows(estimator, X, y, unlabelled)
+    z = transform(estimator.adapter_, rows.x, device=estimator.device)
+    options = {"max_queries": max_queries, "random_state": random_state, "confidence": confidence}
+    return evaluate_embeddings(rows.x, z, rows.labels, rows.seen, rows.trained_on, device=estimator.device, **options)

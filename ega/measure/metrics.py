@@ -4,115 +4,43 @@
 
 # %% auto #0
 __all__ = ['lp_at_k', 'ar_at_k', 'loo_lp_at_k', 'displacement', 'PairStats', 'pair_separation', 'pair_distances',
-           'cosine_std_of_negative_pairs', 'random_pair_separation']
+           'cosine_std_of_negative_pairs']
 
 # %% ../../nbs/measure/02_metrics.ipynb #ab5e0e57
 from typing import NamedTuple
 
 import numpy as np
 
-from ..data.arrays import InputError
 from .search import Neighbours, loo_knn
 
 # %% ../../nbs/measure/02_metrics.ipynb #lp-at-k
 def lp_at_k(
-    neighbours: Neighbours | tuple[np.ndarray, np.ndarray],
-    yb: np.ndarray,
-    yq: np.ndarray,
-    k: int = 1,
+    neighbours: Neighbours | tuple[np.ndarray, np.ndarray],  # D ascending and I, (nq, m) with m >= k; -1 is padding
+    yb: np.ndarray,  # (nb,) int labels of the gallery; -1: unlabelled, a miss
+    yq: np.ndarray,  # (nq,) int labels of the queries, >= 0
+    k: int = 1,  # neighbours that count
     *,
-    tol: float = 1e-6,
-) -> np.ndarray:
-    """Label precision at K of each query: the share of its K nearest neighbours that carry its label.
-
-    Parameters
-    ----------
-    neighbours : Neighbours or tuple (D, I)
-        Squared distances `D`, ascending in each row, and row numbers `I` in the gallery, each of shape (nq, m) with
-        m >= k. An entry -1 of `I` is padding and counts as a miss.
-    yb : array-like of int of shape (nb,)
-        Labels of the gallery; -1 means unlabelled and matches no query.
-    yq : array-like of int of shape (nq,)
-        Labels of the queries, all >= 0.
-    k : int, default=1
-        Number of neighbours that count.
-    tol : float, default=1e-6
-        Squared distances that differ by at most this much from the K-th one are ties with it.
-
-    Returns
-    -------
-    ndarray of float64 of shape (nq,)
-        A value in [0, 1] for each query; the mean is LP@K.
-
-    Notes
-    -----
-    Neighbours tied at the K-th distance share the positions that are left, so that the value does not depend on the
-    order of the gallery. This is exact when all tied neighbours were returned: search for more than `k`.
-
-    Examples
-    --------
-    The second and third neighbour are tied and one of them is a hit, so each counts one half at K = 2.
-
-    >>> from ega.measure.metrics import lp_at_k
-    >>> lp_at_k(([[0.1, 0.2, 0.2]], [[0, 1, 2]]), yb=[7, 7, 8], yq=[7], k=2).tolist()
-    [0.75]
-    """
+    tol: float = 1e-6,  # squared distances this close to the K-th one are ties with it
+) -> np.ndarray:  # (nq,) float64 in [0, 1]; the mean is LP@K
+    "Label precision at K of each query, averaged over the neighbours that tie at the K-th distance."
     D, I, yb, yq = map(np.asarray, (*neighbours, yb, yq))
-    if (yq < 0).any() or (D[:, 1:] < D[:, :-1]).any():
-        raise InputError("queries must be labelled, with distances that ascend; drop the others, pass L2 distances")
     hit = (yb[I] == yq[:, None]) & (I >= 0)  # (nq, m)
     last = D[:, [k - 1]].astype(np.float64)  # (nq, 1) the K-th distance
     closer = D < last - tol
-    tied = np.abs(_replace_inf(D) - _replace_inf(last)) <= tol
+    tied = ~closer & (D <= last + tol)
     positions_left = k - closer.sum(1)
     closer_hits = (hit & closer).sum(1)
     tied_hits = positions_left * (hit & tied).sum(1) / tied.sum(1)
     return (closer_hits + tied_hits) / k
 
-# %% ../../nbs/measure/02_metrics.ipynb #checked
-def _replace_inf(D):
-    "Distances in float64, inf replaced by the largest finite number, so that differences of padding are 0."
-    return np.nan_to_num(D.astype(np.float64), posinf=np.finfo(np.float64).max)
-
 # %% ../../nbs/measure/02_metrics.ipynb #ar-at-k
 def ar_at_k(
-    approx: Neighbours | tuple[np.ndarray, np.ndarray],
-    exact: Neighbours | tuple[np.ndarray, np.ndarray],
-    k: int = 1,
-    tol: float = 1e-6,
-) -> np.ndarray:
-    """ANN recall at K of each query: the share of its K exact nearest neighbours that an index returned.
-
-    Parameters
-    ----------
-    approx : Neighbours or tuple (D, I)
-        Neighbours from the index: squared distances, ascending, and row numbers, each of shape (nq, m) with m >= k.
-        An entry -1 of `I` is padding.
-    exact : Neighbours or tuple (D, I)
-        Neighbours of the same queries from an exact search in the same gallery and embedding.
-    k : int, default=1
-        Number of neighbours that count.
-    tol : float, default=1e-6
-        A returned neighbour counts when its squared distance exceeds the K-th exact one by at most this much.
-
-    Returns
-    -------
-    ndarray of float64 of shape (nq,)
-        A value in [0, 1] for each query; the mean is AR@K.
-
-    Notes
-    -----
-    Neighbours are compared by distance, so an index that returned another row at the same distance is not
-    penalised. Without ties this equals `faiss.contrib.evaluation.knn_intersection_measure`.
-
-    Examples
-    --------
-    The index returned the nearest row and missed the second.
-
-    >>> from ega.measure.metrics import ar_at_k
-    >>> ar_at_k(([[0.1, 0.5]], [[3, 4]]), ([[0.1, 0.2]], [[3, 0]]), k=2).tolist()
-    [0.5]
-    """
+    approx: Neighbours | tuple[np.ndarray, np.ndarray],  # D and I of the index, (nq, m) with m >= k; -1 is padding
+    exact: Neighbours | tuple[np.ndarray, np.ndarray],  # of the same queries, gallery and embedding
+    k: int = 1,  # neighbours that count
+    tol: float = 1e-6,  # by which a squared distance may exceed the K-th exact one
+) -> np.ndarray:  # (nq,) float64 in [0, 1]; the mean is AR@K
+    "ANN recall at K of each query, compared by distance."
     D, I, exact_D, exact_I = map(np.asarray, (*approx, *exact))
     n_exact = (exact_I[:, :k] >= 0).sum(1)  # (nq,) K, or the size of a smaller gallery
     last = np.take_along_axis(exact_D, n_exact[:, None] - 1, 1).astype(np.float64)  # (nq, 1) the K-th exact distance
@@ -125,11 +53,10 @@ def loo_lp_at_k(
     y: np.ndarray,  # (n,) int labels, all >= 0
     k: int = 1,  # neighbours that count
     *,
-    extra: int = 8,  # neighbours searched beyond K, for ties at the K-th distance
     device: str | None = None,  # None: CUDA when there is one, else the CPU
 ) -> np.ndarray:  # (n,) float64 in [0, 1]
     "Label precision at K of each row against all other rows, by exact search."
-    return lp_at_k(loo_knn(x, k + extra, device=device), y, y, k)
+    return lp_at_k(loo_knn(x, k + 8, device=device), y, y, k)
 
 # %% ../../nbs/measure/02_metrics.ipynb #displacement-2
 def displacement(
@@ -152,14 +79,13 @@ class PairStats(NamedTuple):
 def pair_separation(
     pos: np.ndarray,  # (pairs,) distances of positive pairs, in [0, 2]
     neg: np.ndarray,  # (pairs,) distances of negative pairs
-) -> PairStats:  # auc, mean distances d_pos and d_neg, overlap
+) -> PairStats:
     "AUC, mean distances and overlap of positive-pair and negative-pair distances."
     from sklearn.metrics import roc_auc_score
 
     is_negative = np.repeat([0, 1], [len(pos), len(neg)])
     auc = roc_auc_score(is_negative, np.concatenate([pos, neg]))
-    pos_share = np.histogram(pos, 200, (0, 2))[0] / len(pos)
-    neg_share = np.histogram(neg, 200, (0, 2))[0] / len(neg)
+    pos_share, neg_share = (np.histogram(d, 200, (0, 2))[0] / len(d) for d in (pos, neg))
     overlap = np.minimum(pos_share, neg_share).sum()
     return PairStats(float(auc), float(np.mean(pos)), float(np.mean(neg)), float(overlap))
 
@@ -171,7 +97,7 @@ def pair_distances(
     n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
 ) -> tuple[np.ndarray, np.ndarray]:  # (pairs,) distances of positive pairs, of negative pairs
     "Distances of random same-class and other-class pairs; classes are drawn uniformly."
-    positive, negative = _draw_pairs(np.asarray(y), rng, n_pairs)
+    positive, negative = _draw_pairs(y, rng, n_pairs)
     return displacement(*(x[rows] for rows in positive)), displacement(*(x[rows] for rows in negative))
 
 
@@ -184,16 +110,6 @@ def cosine_std_of_negative_pairs(
     _, distances = pair_distances(x, y, rng)
     cosines = 1 - distances.astype(np.float64) ** 2 / 2
     return float(cosines.std())
-
-
-def random_pair_separation(
-    x: np.ndarray,  # (n, d) unit rows
-    y: np.ndarray,  # (n,) int labels; -1 rows are ignored
-    rng: np.random.Generator,
-    n_pairs: int = 20_000,  # positive pairs drawn, and as many negative pairs
-) -> PairStats:  # auc, mean distances d_pos and d_neg, overlap
-    "Separation of random same-class from other-class pairs."
-    return pair_separation(*pair_distances(x, y, rng, n_pairs))
 
 # %% ../../nbs/measure/02_metrics.ipynb #pairs
 def _draw_pairs(y, rng, pairs):

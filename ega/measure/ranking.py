@@ -9,50 +9,24 @@ __all__ = ['ranking_metrics', 'evaluate_ranking']
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_positive_int
+from ..data.arrays import InputError
 from ..data.relevance import check_pairs, queries_with_relevant
 from .statistics import bootstrap
-
-# %% ../../nbs/measure/05_ranking.ipynb #80b02129
-def _check_lists(I, pairs, queries, k):
-    "Check ranked lists, pairs and query rows: (nq, k), (m, 3) and (nq,) integers."
-    I = np.asarray(I)
-    if I.ndim != 2 or not I.size or I.dtype.kind not in "iu" or I.min() < -1:
-        raise InputError(f"I must hold document rows of shape (nq, m), -1 for padding, got {I.dtype} of {I.shape}")
-    check_positive_int(k, "k, the number of documents listed that count,", maximum=I.shape[1])
-    ordered = np.sort(I[:, :k], axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-        raise InputError("a document must stand once in a list, got lists that repeat one; drop the copies")
-    pairs, rows = check_pairs(pairs, 2**53, 2**53), np.arange(len(I)) if queries is None else np.asarray(queries)
-    if rows.shape != (len(I),):
-        raise InputError(f"queries must be the query row of each of {len(I)} lists, got shape {rows.shape}")
-    lacking = np.setdiff1d(rows, queries_with_relevant(pairs))
-    if len(lacking):
-        raise InputError(
-            f"every query must have a relevant document, {len(lacking)} have none, such as {lacking[0]}; search only "
-            "queries_with_relevant(pairs), and pass these as queries"
-        )
-    return I[:, :k].astype(np.int64), pairs, rows
 
 # %% ../../nbs/measure/05_ranking.ipynb #grades-of
 def _grades_of(I, pairs, rows):
     "Grade of each listed document (nq, k), 0 if unjudged, the k best grades and the number of relevant documents."
-    n = 1 + max(I.max(), pairs[:, 1].max())
-    pairs = pairs[np.isin(pairs[:, 0], rows)]
-    position = np.searchsorted(distinct := np.unique(rows), pairs[:, 0])
-    keys = position * n + pairs[:, 1]
-    order = np.argsort(keys)
-    wanted = np.where(I < 0, -1, np.searchsorted(distinct, rows)[:, None] * n + I)
-    at = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
-    grades = np.where(keys[order][at] == wanted, pairs[order, 2][at], 0)
-    descending = np.lexsort((-pairs[:, 2], position))
-    counts = np.bincount(position)
-    rank = np.arange(len(pairs)) - np.repeat(np.cumsum(counts) - counts, counts)
-    best = np.zeros((len(distinct), I.shape[1]), np.int64)
-    kept = rank < I.shape[1]
-    best[position[descending][kept], rank[kept]] = pairs[descending][kept, 2]
-    n_relevant = np.bincount(position, pairs[:, 2] > 0)
-    return grades, *(a[np.searchsorted(distinct, rows)] for a in (best, n_relevant))
+    from scipy.sparse import csr_array
+
+    shape = 1 + max(rows.max(), pairs[:, 0].max()), 1 + max(I.max(), pairs[:, 1].max())
+    table = csr_array((pairs[:, 2], (pairs[:, 0], pairs[:, 1])), shape=shape)
+    grades = np.where(I < 0, 0, table[rows[:, None], I].toarray())
+    best = np.zeros_like(grades)
+    for line, row in zip(best, rows):
+        judged = np.sort(table.data[table.indptr[row] : table.indptr[row + 1]])[::-1]
+        line[: len(judged)] = judged[: len(line)]
+    n_relevant = np.bincount(pairs[pairs[:, 2] > 0, 0], minlength=shape[0])
+    return grades, best, n_relevant[rows]
 
 # %% ../../nbs/measure/05_ranking.ipynb #b608bb92
 def ranking_metrics(
@@ -63,7 +37,13 @@ def ranking_metrics(
     k: int = 10,  # documents that count, 1..m
 ) -> dict[str, np.ndarray]:  # name of the measure -> (nq,) float64 in [0, 1]
     "Compute nDCG@k, MRR@k, recall@k, MAP@k and hit@k of each query."
-    I, pairs, rows = _check_lists(I, pairs, queries, k)
+    I, pairs = np.asarray(I)[:, :k], check_pairs(pairs, 2**53, 2**53)
+    rows = np.arange(len(I)) if queries is None else np.asarray(queries)
+    ordered = np.sort(I, axis=1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        raise InputError("a document must stand once in a list, got lists that repeat one; drop the copies")
+    if len(lacking := np.setdiff1d(rows, queries_with_relevant(pairs))):
+        raise InputError(f"every query needs a relevant document, {len(lacking)} have none, such as {lacking[0]}")
     grades, best, n_relevant = _grades_of(I, pairs, rows)  # (nq, k), (nq, k), (nq,)
     relevant = grades > 0
     place = np.arange(1, k + 1)
@@ -79,68 +59,24 @@ def ranking_metrics(
 
 # %% ../../nbs/measure/05_ranking.ipynb #7b888fbb
 def evaluate_ranking(
-    I: np.ndarray,
-    pairs: np.ndarray,
+    I: np.ndarray,  # (nq, m) document rows, best first, -1 for padding; as of `ega.measure.search.knn`
+    pairs: np.ndarray,  # (p, 2) or (p, 3): query row, document row, grade; others count as not relevant
     *,
-    queries: np.ndarray | None = None,
-    new: np.ndarray | None = None,
-    k: int = 10,
-    n_boot: int = 2000,
-    confidence: float = 0.95,
-    random_state: int = 0,
-) -> pd.DataFrame:
-    """Ranking measures of a search, with bootstrap intervals over queries.
-
-    Parameters
-    ----------
-    I : array-like of int of shape (nq, m)
-        Document rows found for each query, best first, -1 for padding, as in ``ega.measure.search.knn(xq, xb, m).I``.
-    pairs : array-like of shape (p, 2) or (p, 3)
-        Query row, document row and grade of each pair; documents without a pair count as not relevant.
-    queries : array-like of int of shape (nq,), optional
-        Query row of each list, such as `test_queries` of a split. By default list i is of query i.
-    new : array-like of bool of shape (nq,), optional
-        The queries whose relevant documents are all new, as in a split; they are reported apart, too.
-    k : int, default 10
-        Number of documents that count, 1..m.
-    n_boot : int, default 2000
-        Number of replicates of the bootstrap.
-    confidence : float, default 0.95
-        Two-sided confidence of the intervals, in (0, 1).
-    random_state : int, default 0
-        Seed of the bootstrap.
-
-    Returns
-    -------
-    DataFrame
-        A row for each group of queries (``all``, ``new documents``) and measure, with the columns ``group``,
-        ``measure``, ``n_queries``, ``mean``, ``low`` and ``high``.
-
-    Raises
-    ------
-    InputError
-        If a list repeats a document, `k` is larger than the lists, or a query has no relevant document.
-
-    See Also
-    --------
-    ranking_metrics : The values of each query, for paired differences.
-
-    Examples
-    --------
-    >>> from ega.measure.ranking import evaluate_ranking
-    >>> table = evaluate_ranking([[0, 1], [1, 0]], [(0, 0), (1, 0)], k=2)
-    >>> table[table.measure == "mrr@2"].values.tolist()
-    [['all', 'mrr@2', 2, 0.75, 0.5, 1.0]]
-    """
+    queries: np.ndarray | None = None,  # (nq,) query row of each list; None: list i is of query i
+    new: np.ndarray | None = None,  # (nq,) bool: queries whose relevant documents are all new, as in a split
+    k: int = 10,  # documents that count, 1..m
+    n_boot: int = 2000,  # replicates of the bootstrap
+    confidence: float = 0.95,  # two-sided, in (0, 1)
+    random_state: int = 0,  # seed of the bootstrap
+) -> pd.DataFrame:  # group ("all", "new documents"), measure, n_queries, mean, low, high
+    "Ranking measures of a search, with bootstrap intervals over queries."
     values = ranking_metrics(I, pairs, queries=queries, k=k)
     groups = {"all": np.ones(len(I), bool)}
-    if new is not None:
-        if np.shape(new) != (len(I),) or np.asarray(new).dtype != bool:
-            raise InputError(f"new must be a bool for each of {len(I)} lists, such as `new` of a split")
-        groups["new documents"] = np.asarray(new)
+    if new is not None and np.any(new):
+        groups["new documents"] = np.asarray(new, bool)
     lines = []
     for group, chosen in groups.items():
-        for measure, value in values.items() if chosen.any() else ():
+        for measure, value in values.items():
             rng = np.random.default_rng(random_state)  # the same draws for all measures
             one_class = np.zeros(chosen.sum(), int)  # a bootstrap over queries alone
             interval = bootstrap(value[chosen], one_class, rng, n_boot=n_boot, confidence=confidence)

@@ -23,9 +23,9 @@ from ..data.arrays import rows_by_class
 class Interval(NamedTuple):
     "An estimate with its confidence interval."
 
-    mean: float  # the estimate
-    low: float  # lower end
-    high: float  # upper end
+    mean: float
+    low: float
+    high: float
 
 
 def cluster_bootstrap_means(
@@ -34,7 +34,7 @@ def cluster_bootstrap_means(
     rng: np.random.Generator,
     *,
     n_boot: int = 2000,  # replicates
-) -> np.ndarray:  # (n_boot,) or (n_boot, m) means
+) -> np.ndarray:  # (n_boot,) or (n_boot, m)
     "Means of bootstrap replicates: classes with replacement, then queries within each drawn class."
     values = np.asarray(values, dtype=np.float64)
     members = rows_by_class(classes)
@@ -44,12 +44,11 @@ def cluster_bootstrap_means(
     counts = np.zeros(n_boot)
     for rows, times_drawn in zip(members, class_draws.T):
         replicates = np.flatnonzero(times_drawn)  # those that drew this class
-        if not len(replicates):
-            continue
-        query_draws = times_drawn[replicates] * len(rows)
-        sums[replicates] += _draw_sums(values[rows], query_draws, rng)
-        counts[replicates] += query_draws
-    return sums / (counts if values.ndim == 1 else counts[:, None])
+        if len(replicates):
+            query_draws = times_drawn[replicates] * len(rows)
+            sums[replicates] += _draw_sums(values[rows], query_draws, rng)
+            counts[replicates] += query_draws
+    return (sums.T / counts).T
 
 # %% ../../nbs/measure/03_statistics.ipynb #sums
 def _draw_sums(values, n_draws, rng, *, block_size=2**20):
@@ -65,56 +64,22 @@ def _draw_sums(values, n_draws, rng, *, block_size=2**20):
         sums.append(counts @ values)
     return np.concatenate(sums)
 
-# %% ../../nbs/measure/03_statistics.ipynb #outcomes
+# %% ../../nbs/measure/03_statistics.ipynb #bootstrap
 def _percentile_interval(mean, means, confidence):
     "Interval between percentiles of bootstrap means."
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(mean), float(low), float(high))
 
-# %% ../../nbs/measure/03_statistics.ipynb #bootstrap
+
 def bootstrap(
-    values: np.ndarray,
-    classes: np.ndarray,
+    values: np.ndarray,  # (n,) outcome of each query, or the difference of two methods
+    classes: np.ndarray,  # (n,) int class of each query, >= 0
     rng: np.random.Generator,
     *,
-    n_boot: int = 2000,
-    confidence: float = 0.95,
+    n_boot: int = 2000,  # replicates
+    confidence: float = 0.95,  # two-sided, in (0, 1)
 ) -> Interval:
-    """Mean with a percentile bootstrap interval that resamples classes, then queries within each class.
-
-    Parameters
-    ----------
-    values : array-like of shape (n,)
-        Outcome of each query, such as its LP@1. For a paired difference of two methods pass the difference of the
-        two outcomes of each query.
-    classes : array-like of int of shape (n,)
-        Class of each query, >= 0.
-    rng : numpy.random.Generator
-        Source of the draws; the same state gives the same interval.
-    n_boot : int, default=2000
-        Number of replicates.
-    confidence : float, default=0.95
-        Two-sided confidence of the interval, in (0, 1).
-
-    Returns
-    -------
-    Interval
-        Named tuple (mean, low, high) in the unit of `values`.
-
-    Notes
-    -----
-    Two-stage cluster bootstrap. With about ten classes the interval is too narrow; with many it is a little too
-    wide, because the noise of the queries enters twice. Costs n_boot * n random integers.
-
-    Examples
-    --------
-    Two classes: all queries of one are hits, all of the other misses.
-
-    >>> import numpy as np
-    >>> from ega.measure.statistics import bootstrap
-    >>> bootstrap([1, 1, 0, 0], [0, 0, 1, 1], np.random.default_rng(0))
-    Interval(mean=0.5, low=0.0, high=1.0)
-    """
+    "Mean with a percentile bootstrap interval that resamples classes, then queries within each class."
     means = cluster_bootstrap_means(values, classes, rng, n_boot=n_boot)
     return _percentile_interval(np.mean(values), means, confidence)
 
@@ -124,30 +89,20 @@ def bootstrap_worst(
     rng: np.random.Generator,
     *,
     n_boot: int = 2000,  # replicates
-    confidence: float = 0.95,  # two-sided, of the interval
-) -> Interval:  # of the minimum over benchmarks
+    confidence: float = 0.95,  # two-sided, in (0, 1)
+) -> Interval:
     "Lowest mean over benchmarks, with the minimum taken within each bootstrap replicate."
     columns = [np.stack([values, *frozen], 1) for values, _, *frozen in benchmarks]  # (n, 1) or (n, 2) each
-    replicates = np.stack([cluster_bootstrap_means(c, b[1], rng, n_boot=n_boot) for c, b in zip(columns, benchmarks)])
-    estimate = np.stack([c.mean(0) for c in columns]).min(0)  # (1 or 2,)
-    worst = replicates.min(0)  # (n_boot, 1 or 2)
+    replicates = [cluster_bootstrap_means(c, b[1], rng, n_boot=n_boot) for c, b in zip(columns, benchmarks)]
+    estimate = np.min([c.mean(0) for c in columns], axis=0)  # (1 or 2,)
+    worst = np.min(replicates, axis=0)  # (n_boot, 1 or 2)
     if worst.shape[1] == 2:  # adapted minus frozen
         return _percentile_interval(estimate[0] - estimate[1], worst[:, 0] - worst[:, 1], confidence)
     return _percentile_interval(estimate[0], worst[:, 0], confidence)
 
 # %% ../../nbs/measure/03_statistics.ipynb #mean-squares
-class _MeanSquares(NamedTuple):
-    "Mean squares of one class partition."
-
-    mean: float  # mean outcome
-    seed: float  # variance of the means of the runs
-    query: float  # mean square of queries within classes, divided by n
-    rest: float  # mean square of the rest within classes, divided by n
-    df: float  # degrees of freedom within classes
-
-
 def _mean_squares(outcomes, classes):
-    "Mean squares of the outcomes (seeds, n) of one partition."
+    "Of the outcomes (seeds, n) of one partition: mean, M_T, M_Q, M_E, degrees of freedom within classes."
     h = np.asarray(outcomes, dtype=np.float64)
     n = h.shape[1]
     c = np.unique(classes, return_inverse=True)[1]
@@ -159,7 +114,7 @@ def _mean_squares(outcomes, classes):
 
     query = sum_of_squares_within(h.mean(0)) / df
     rest = sum(sum_of_squares_within(row) for row in h - h.mean(0)) / df / (len(h) - 1)
-    return _MeanSquares(h.mean(), h.mean(1).var(ddof=1), query / n, rest / n, df)
+    return h.mean(), h.mean(1).var(ddof=1), query / n, rest / n, df
 
 # %% ../../nbs/measure/03_statistics.ipynb #variance-parts
 class VarianceComponents(NamedTuple):
@@ -204,11 +159,8 @@ def variance_components(
     return VarianceComponents(*(Interval(float(m), float(l), float(h)) for m, l, h in zip(sd[0], low, high)))
 
 # %% ../../nbs/measure/03_statistics.ipynb #class-means
-def class_means(
-    values: np.ndarray,  # (n,) outcomes of queries, or differences of two methods
-    classes: np.ndarray,  # (n,) int class of each query
-) -> np.ndarray:  # (C,) one value for each class that occurs, in ascending order of the class
-    "Mean of the values of each class, the unit of a test about classes."
+def class_means(values: np.ndarray, classes: np.ndarray) -> np.ndarray:  # (n,), (n,) -> (C,), classes ascending
+    "Mean of the values of each class that occurs, the unit of a test about classes."
     c = np.unique(classes, return_inverse=True)[1]
     return np.bincount(c, values) / np.bincount(c)
 
@@ -216,11 +168,11 @@ def class_means(
 class PairedTest(NamedTuple):
     "Result of `paired_test`."
 
-    mean: float  # mean difference over benchmarks
-    low: float  # lower end of its confidence interval
-    high: float  # upper end
+    mean: float  # difference, averaged over benchmarks
+    low: float  # of its confidence interval
+    high: float
     df: float  # Welch's degrees of freedom
-    p: float  # two-sided p-value
+    p: float  # two-sided
 
 
 def paired_test(
@@ -231,10 +183,9 @@ def paired_test(
     "Test whether two methods differ on average over benchmarks of equal weight, with classes as the sample."
     from scipy.stats import t
 
-    benchmarks = [np.asarray(d, dtype=np.float64) for d in differences]
-    sizes = [len(d) for d in benchmarks]
-    mean = float(np.mean([d.mean() for d in benchmarks]))
-    variance = np.array([d.var(ddof=1) / len(d) for d in benchmarks]) / len(benchmarks) ** 2  # part of each benchmark
+    sizes = [len(d) for d in differences]
+    mean = float(np.mean([np.mean(d) for d in differences]))
+    variance = np.array([np.var(d, ddof=1) / len(d) for d in differences]) / len(differences) ** 2
     se = variance.sum() ** 0.5
     if not se:  # all differences are equal
         return PairedTest(mean, mean, mean, float("inf"), float(mean == 0))
@@ -244,9 +195,7 @@ def paired_test(
     return PairedTest(mean, float(mean - half_width), float(mean + half_width), float(df), float(p))
 
 # %% ../../nbs/measure/03_statistics.ipynb #holm
-def holm(
-    p: np.ndarray,  # (m,) p-values
-) -> np.ndarray:  # (m,) adjusted p-values, to be compared with the significance of all tests together
+def holm(p: np.ndarray) -> np.ndarray:  # (m,) p-values -> (m,) adjusted ones
     "Adjust p-values for several tests by Holm's step-down correction (1979)."
     p = np.asarray(p)
     order = np.argsort(p, kind="stable")
@@ -254,27 +203,28 @@ def holm(
     return adjusted[np.argsort(order, kind="stable")]
 
 # %% ../../nbs/measure/03_statistics.ipynb #queries-needed
+def _one_sided_share(label_precision, correlation):
+    "Share of the queries on which the first of two equal methods has a hit and the second has none."
+    return label_precision * (1 - label_precision) * (1 - correlation)
+
+
 def required_queries(
     lead: float,  # true difference of the two label precisions, in (0, 1]
-    label_precision: float,  # of both methods, about; in (0, 1)
+    label_precision: float,  # of both methods, about
     correlation: float,  # of their paired outcomes, in [-1, 1)
     *,
-    significance: float = 0.05,  # two-sided, in (0, 1)
-    power: float = 0.8,  # probability to detect the lead, in (significance / 2, 1)
-    design_effect: float = 1.0,  # > 0, from the function `design_effect`; 1: independent queries
+    significance: float = 0.05,  # two-sided
+    power: float = 0.8,  # probability to detect the lead
+    design_effect: float = 1.0,  # from the function `design_effect`; 1: independent queries
 ) -> int:
     "Number of queries that a test needs to detect a lead."
     from scipy.stats import norm
 
     z = norm.ppf(1 - significance / 2) + norm.ppf(power)
-    one_side = label_precision * (1 - label_precision) * (1 - correlation)  # only the first method has a hit
-    return ceil(z * z * 2 * one_side / lead**2 * design_effect)
+    return ceil(z * z * 2 * _one_sided_share(label_precision, correlation) / lead**2 * design_effect)
 
 # %% ../../nbs/measure/03_statistics.ipynb #design-effect
-def design_effect(
-    differences: np.ndarray,  # (n,) paired differences of queries, not all equal
-    classes: np.ndarray,  # (n,) int class of each query, at least two classes
-) -> float:  # 1 when the differences are independent within classes
+def design_effect(differences: np.ndarray, classes: np.ndarray) -> float:  # (n,) of queries, (n,) int
     "Variance of the mean with classes as units, divided by that with queries as units."
     d = np.asarray(differences, dtype=np.float64)
     c = np.unique(classes, return_inverse=True)[1]
@@ -283,14 +233,9 @@ def design_effect(
     return float((sums**2).sum() * n_classes / (n_classes - 1) / len(d) / d.var(ddof=1))
 
 # %% ../../nbs/measure/03_statistics.ipynb #chance-of-lead
-def null_lead_probability(
-    lead: int,  # in hits, >= 1
-    n_queries: int,
-    label_precision: float,  # of both methods, in [0, 1]
-    correlation: float,  # of their paired outcomes; 0 for independent ones
-) -> float:
+def null_lead_probability(lead: int, n_queries: int, label_precision: float, correlation: float) -> float:
     "Probability that one of two equal methods leads by this many hits or more (exact)."
-    one_side = label_precision * (1 - label_precision) * (1 - correlation)  # only the first method has a hit
+    one_side = _one_sided_share(label_precision, correlation)
     distribution = np.ones(1)  # of the lead -q..q after q queries
     for _ in range(n_queries):
         distribution = np.convolve(distribution, [one_side, 1 - 2 * one_side, one_side])
@@ -305,12 +250,12 @@ def grouped_rank_correlation(
     "Spearman's correlation with ranks taken within each group."
     from scipy.stats import rankdata  # scipy.stats takes about a second to import
 
-    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    values = np.array([a, b], dtype=np.float64)
     groups = np.zeros(len(a), int) if groups is None else np.asarray(groups)
-    ranks = np.zeros((2, len(a)))
+    ranks = np.zeros_like(values)
     for group in np.unique(groups):
         inside = groups == group
-        ranks[:, inside] = rankdata([a[inside], b[inside]], axis=1) - (inside.sum() + 1) / 2
+        ranks[:, inside] = rankdata(values[:, inside], axis=1) - (inside.sum() + 1) / 2
     r, s = ranks
     with np.errstate(invalid="ignore"):
         return float((r * s).sum() / np.sqrt((r * r).sum() * (s * s).sum()))
@@ -321,11 +266,8 @@ def _half_unit(printed):
     return Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent)) / 2
 
 
-def hit_counts_matching_printed(
-    printed: str,  # a proportion as printed, "0.569"; trailing zeros count
-    n_queries: int,
-) -> range:  # empty when no number of hits is possible
-    "Numbers of hits among n queries whose proportion is printed like this."
+def hit_counts_matching_printed(printed: str, n_queries: int) -> range:  # "0.569"; trailing zeros count
+    "Numbers of hits among n queries whose proportion is printed like this; an empty range if there is none."
     value, half_unit = Decimal(printed), _half_unit(printed)
     lowest = max(ceil((value - half_unit) * n_queries), 0)
     highest = min(floor((value + half_unit) * n_queries), n_queries)

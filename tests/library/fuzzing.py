@@ -490,7 +490,7 @@ def write_npy(folder):
 
 
 def both(x, y):
-    x, _ = vectors.read_embeddings(x)
+    x = vectors.read_matrix(x).array()
     return digest(arrays.check_X(x), arrays.check_y(vectors.read_labels(y), len(x))[0])
 
 
@@ -503,7 +503,7 @@ def write_npz(folder):
 
 
 READERS["embeddings .npz"] = Reader(
-    write_npz, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.npz")[0]))
+    write_npz, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.npz").array()))
 )
 
 
@@ -513,7 +513,7 @@ def write_safetensors(folder):
 
 
 READERS["embeddings .safetensors"] = Reader(
-    write_safetensors, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.safetensors")[0]))
+    write_safetensors, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.safetensors").array()))
 )
 
 
@@ -523,7 +523,7 @@ def write_parquet(folder):
 
 
 READERS["embeddings .parquet"] = Reader(
-    write_parquet, lambda f: digest(arrays.check_X(vectors.read_embeddings(f / "x.parquet")[0]))
+    write_parquet, lambda f: digest(arrays.check_X(vectors.read_matrix(f / "x.parquet").array()))
 )
 
 
@@ -744,22 +744,6 @@ def write_monitor(folder):
 
 
 READERS["monitor"] = Reader(write_monitor, lambda f: monitor.Monitor.load(f / "m").check(rows(8, seed=3)).sentence)
-
-
-def write_split(folder):
-    packs.Split(*(np.flatnonzero(np.isin(np.arange(N) % 5, p)) for p in ([0, 1], [0, 1], [2], [3], [4]))).save(
-        folder / "s.json"
-    )
-    return ["s.json"]
-
-
-READERS["split"] = Reader(
-    write_split,
-    lambda f: (
-        repr(packs.Split.load(f / "s.json"))
-        and str([v.tolist() for v in vars(packs.Split.load(f / "s.json")).values()])
-    ),
-)
 
 
 def write_results(folder):

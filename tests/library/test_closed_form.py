@@ -1,8 +1,5 @@
 "Closed forms: identities, parity with scikit-learn, behaviour as scikit-learn estimators."
 
-import itertools
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -11,8 +8,6 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from ega.data.arrays import InputError, normalize
-from ega.data.packs import EmbeddingSet, read_pack, write_pack
-from ega.method import closed_form
 from ega.method.closed_form import (
     WCCN,
     ClassStatistics,
@@ -21,18 +16,11 @@ from ega.method.closed_form import (
     LogitMap,
     PCAMap,
     ValidatedWCCN,
-    class_covariances,
-    class_statistics,
-    discriminant_path,
     shrunk_inverse_power,
 )
 
-MAPS = [
-    WCCN(),
-    WCCN(0.2, power=0.5, center=True),
-    ValidatedWCCN(),
-    LDAMap(),
-    LDAMap(3, shrinkage=0.5, center=True),
+MAPS = [WCCN(), WCCN(0.2, power=0.5, center=True), ValidatedWCCN(), LDAMap(), LDAMap(3, shrinkage=0.5, center=True)]
+MAPS += [
     PCAMap(),
     PCAMap(4, shrinkage=0.3),
     PCAMap(whiten=False),
@@ -46,6 +34,14 @@ def elongated_classes(classes=20, n=15, d=8, seed=0, width=0.6):
     y = np.repeat(np.arange(classes), n)
     spread = np.linalg.qr(rng.normal(size=(d, d)))[0] * np.geomspace(width, width / 10, d)
     return normalize(normalize(rng.normal(size=(classes, d)))[y] + rng.normal(size=(len(y), d)) @ spread.T), y
+
+
+def statistics_of(x, y):
+    return ClassStatistics(x.shape[1]).update(x, y)
+
+
+def class_covariances(x, y):
+    return statistics_of(x, y).covariances()
 
 
 def distances(z):
@@ -68,44 +64,22 @@ def test_shrinkage_equals_scikit_learn():
 
     S = class_covariances(*elongated_classes())[0]
     for l in (0.0, 0.3, 1.0):
-        assert np.allclose(
-            np.linalg.inv(shrunk_inverse_power(S, l)) @ np.linalg.inv(shrunk_inverse_power(S, l)),
-            shrunk_covariance(S, shrinkage=l),
-        )
+        root = np.linalg.inv(shrunk_inverse_power(S, l))
+        assert np.allclose(root @ root, shrunk_covariance(S, shrinkage=l))
 
 
 def test_wccn_equals_its_formula_with_mean_squared_row_norm_one():
     x, y = elongated_classes()
-    S = class_covariances(x, y)[0]
-    w, V = np.linalg.eigh(S)
-    w = 0.7 * w + 0.3 * w.mean()
-    M = V @ np.diag(w**-0.4) @ V.T
+    w, V = np.linalg.eigh(class_covariances(x, y)[0])
+    M = V @ np.diag((0.7 * w + 0.3 * w.mean()) ** -0.4) @ V.T
     got = WCCN(0.3, power=0.8).fit(x, y).matrix_
-    assert (
-        np.allclose(got, M / np.sqrt((M**2).sum(1).mean()), atol=1e-6)
-        and (got == got.T).all()
-        and np.isclose((got**2).sum(1).mean(), 1)
-    )
-
-
-def test_wccn_makes_within_class_covariance_a_multiple_of_the_identity():
-    x, y = elongated_classes()
-    after = class_covariances(x @ WCCN(0.0).fit(x, y).matrix_, y)[0]
-    assert np.abs(after / after[0, 0] - np.eye(8)).max() < 1e-4  # the matrix is float32, condition number 10
-    before = class_covariances(x, y)[0]
-    assert np.abs(before / before[0, 0] - np.eye(8)).max() > 0.5
+    assert np.allclose(got, M / np.sqrt((M**2).sum(1).mean()), atol=1e-6) and np.isclose((got**2).sum(1).mean(), 1)
 
 
 @pytest.mark.parametrize("frozen", [WCCN(1.0), WCCN(0.3, power=0.0)])
 def test_shrinkage_1_and_power_0_return_the_frozen_embeddings(frozen):
     x, y = elongated_classes()
     assert np.abs(frozen.fit_transform(x, y) - x).max() < 1e-6
-
-
-def test_two_half_powers_make_one():
-    x, y = elongated_classes()
-    half, whole = WCCN(0.1, power=0.5).fit(x, y).matrix_.astype("f8"), WCCN(0.1).fit(x, y).matrix_
-    assert np.allclose(half @ half / np.linalg.norm(half @ half), whole / np.linalg.norm(whole), atol=1e-6)
 
 
 @pytest.mark.parametrize("solver", ["svd", "eigen"])
@@ -136,41 +110,10 @@ def test_lda_with_few_classes_equals_scikit_learn(center):
         assert np.allclose(distances(ours.transform(x)), distances(t), atol=1e-3)
 
 
-def test_lda_with_enough_classes_has_the_cosines_of_wccn():
-    x, y = elongated_classes()
-    for l in (0.1, 0.6):
-        assert np.allclose(
-            LDAMap(shrinkage=l).fit_transform(x, y) @ LDAMap(shrinkage=l).fit_transform(x, y).T,
-            WCCN(l).fit_transform(x, y) @ WCCN(l).fit_transform(x, y).T,
-            atol=1e-5,
-        )
-
-
-def noisy_classes(classes=20, n=30, d=12, seed=0):
-    "Classes that differ along the directions in which they are wide, and many narrow directions with noise alone."
-    rng = np.random.default_rng(seed)
-    y = np.repeat(np.arange(classes), n)
-    return normalize(
-        np.hstack(
-            [rng.normal(size=(classes, d))[y] + rng.normal(size=(len(y), d)), 0.3 * rng.normal(size=(len(y), 16 * d))]
-        )
-    ), y
-
-
-def test_validation_keeps_whitening_that_helps_and_rejects_one_that_harms():
-    for (x, y), helps in ((elongated_classes(width=1.5), True), (noisy_classes(), False)):
-        m = ValidatedWCCN().fit(x, y)
-        assert len(m.lp_changes_) == 20 and (m.lp_changes_.mean() > 5 if helps else m.lp_changes_.mean() < -5)
-        assert np.array_equal(m.matrix_, WCCN().fit(x, y).matrix_ if helps else np.eye(x.shape[1]))
-
-
 @pytest.mark.parametrize("mean, harms", [(-2.0, True), (-0.5, False), (0.5, False)])
 def test_whitening_is_rejected_for_a_loss_of_more_than_one_standard_error(mean, harms, monkeypatch):
-    import ega.method.closed_form
-
-    monkeypatch.setattr(
-        ega.method.closed_form, "_left_out_changes", lambda *_: (mean + np.tile([-4.0, 4.0], 8)) / 100
-    )  # of a standard error of 1.03 points
+    changes = (mean + np.tile([-4.0, 4.0], 8)) / 100  # their standard error is 1.03 points
+    monkeypatch.setattr(ValidatedWCCN, "_left_out_changes", lambda *_: changes)
     x, y = elongated_classes()
     assert np.array_equal(ValidatedWCCN().fit(x, y).matrix_, np.eye(8)) == harms
 
@@ -189,33 +132,11 @@ def test_validation_equals_naive_leave_classes_out():
 
 def test_whitening_is_kept_with_too_few_classes_to_validate():
     x, y = elongated_classes(7)  # fewer than two classes a part
-    assert len(ValidatedWCCN().fit(x, y).lp_changes_) == 0 and np.array_equal(
-        ValidatedWCCN().fit(x, y).matrix_, WCCN().fit(x, y).matrix_
-    )
+    m = ValidatedWCCN().fit(x, y)
+    assert len(m.lp_changes_) == 0 and np.array_equal(m.matrix_, WCCN().fit(x, y).matrix_)
     x, y = elongated_classes(20, 15)
     lone = np.r_[np.arange(15 * 7), np.arange(15 * 7, 300, 15)]  # seven classes with mates and thirteen of one row
     assert len(ValidatedWCCN().fit(x[lone], y[lone]).lp_changes_) == 0
-
-
-@pytest.mark.parametrize("max_rows", [2, 40])
-def test_validation_uses_at_most_max_rows(max_rows, monkeypatch):
-    import ega.method.closed_form
-
-    n_rows, loo_lp_at_k = [], ega.method.closed_form.loo_lp_at_k
-    monkeypatch.setattr(ega.method.closed_form, "loo_lp_at_k", lambda x, y: n_rows.append(len(x)) or loo_lp_at_k(x, y))
-    ValidatedWCCN(max_rows=max_rows).fit(*elongated_classes())
-    assert len(n_rows) == 8 and max(n_rows) <= max_rows
-
-
-def test_learned_whitening_has_the_cosines_of_wccn():
-    "All positive pairs of balanced classes, by a loop: S = 2n/(n-1) Sw."
-    x, y = elongated_classes(10, 6, 5)
-    pairs = [(i, j) for i, j in itertools.permutations(range(60), 2) if y[i] == y[j]]
-    difference = np.array([x[i].astype("f8") - x[j] for i, j in pairs])
-    S = difference.T @ difference / len(pairs)
-    assert np.allclose(S, 12 / 5 * class_covariances(x, y)[0], atol=1e-7)
-    z, w = normalize(x @ np.linalg.inv(np.linalg.cholesky(S)).T), WCCN(0.0).fit_transform(x, y)
-    assert np.allclose(z @ z.T, w @ w.T, atol=1e-5)
 
 
 def test_pca_equals_scikit_learn():
@@ -251,22 +172,11 @@ def test_every_map_is_linear_then_normalised(m):
 @pytest.mark.parametrize("m", [m for m in MAPS if not isinstance(m, PCAMap)], ids=repr)
 def test_unlabelled_rows_are_ignored(m):
     x, y = elongated_classes()
-    noise, at = (
-        normalize(np.random.default_rng(3).normal(size=(50, 8))),
-        np.arange(0, 300, 6),
-    )  # among the labelled rows
+    noise = normalize(np.random.default_rng(3).normal(size=(50, 8)))
+    at = np.arange(0, 300, 6)  # among the labelled rows
     a = m.fit(x, y).matrix_.copy(), m.mean_
     m.fit(np.insert(x, at, noise, 0), np.insert(y, at, -1))
     assert (m.matrix_ == a[0]).all() and (m.mean_ == a[1]).all()
-
-
-def test_fewer_rows_than_dimensions_need_shrinkage():
-    x, y = elongated_classes(3, 2, 8)
-    with pytest.raises(InputError):
-        WCCN(0.0).fit(x, y)
-    assert np.isfinite(WCCN(0.1).fit_transform(x, y)).all() and np.isfinite(LDAMap().fit_transform(x, y)).all()
-    with pytest.raises(InputError):
-        PCAMap().fit(x)
 
 
 @pytest.mark.parametrize("m", MAPS, ids=repr)
@@ -276,26 +186,12 @@ def test_maps_are_scikit_learn_estimators(m):
     params = m.get_params()
     new = clone(m)
     assert new.get_params() == params and set(vars(new)) == set(params)
-    assert repr(eval(repr(new))) == repr(new)  # noqa: S307
-    with pytest.raises(NotFittedError, match="not fitted yet"):
+    with pytest.raises(NotFittedError):
         new.transform(x)
     assert new.fit(x, y) is new and new.n_features_in_ == 8
     fitted = set(vars(new)) - set(params)
     assert {"matrix_", "mean_", "n_features_in_"} <= fitted and all(name.endswith("_") for name in fitted)
     assert new.get_params() == params
-    assert new.set_params(**params) is new
-    with pytest.raises(ValueError, match="Invalid parameter"):
-        new.set_params(no_such_parameter=1)
-
-
-def test_maps_in_a_scikit_learn_pipeline():
-    from sklearn.neighbors import KNeighborsClassifier
-    from sklearn.pipeline import make_pipeline
-
-    x, y = elongated_classes()
-    pipeline = make_pipeline(WCCN(), KNeighborsClassifier(1)).set_params(wccn__shrinkage=0.1)
-    expected = WCCN(0.1).fit_transform(x, y)
-    assert np.array_equal(pipeline.fit(x, y)[0].transform(x), expected) and pipeline.score(x, y) == 1
 
 
 def test_logit_map_predicts_with_scikit_learn():
@@ -305,18 +201,6 @@ def test_logit_map_predicts_with_scikit_learn():
     m = LogitMap(3.0).fit(x, y)
     expected = LogisticRegression(C=3.0, max_iter=1000).fit(x, y)
     assert np.array_equal(m.predict(x), expected.predict(x)) and np.allclose(m.matrix_, expected.coef_.T, atol=1e-6)
-    with pytest.raises(NotFittedError):
-        LogitMap().predict(x)
-
-
-def test_closed_form_imports_no_torch():
-    "In a fresh process: importing the module does not load torch, which takes seconds."
-    code = "import sys, ega.method.closed_form; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def statistics_of(x, y):
-    return ClassStatistics(x.shape[1]).update(x, y)
 
 
 def same_statistics(a, b):
@@ -377,24 +261,13 @@ def test_discriminant_whitening_equals_its_formula(g, classes):
     assert np.abs(z @ z.T - expected @ expected.T).max() < 1e-5
 
 
-def test_discrimination_0_is_centred_whitening_and_a_path_equals_single_fits():
+def test_one_fit_gives_the_whole_path_from_centred_whitening():
     x, y = elongated_classes()
-    path = discriminant_path(statistics_of(x, y), [0.0, 0.25, 1.0], shrinkage=0.2)
-    assert np.abs(path[0].transform(x) - WCCN(0.2, center=True).fit_transform(x, y)).max() < 1e-5
-    for m in path:
-        alone = DiscriminantWhitening(m.discrimination, shrinkage=0.2).fit(x, y)
-        assert np.array_equal(m.matrix_, alone.matrix_) and np.array_equal(m.mean_, alone.mean_)
-
-
-@pytest.mark.parametrize("center", [False, True])
-def test_whitening_is_fitted_from_statistics_alone(center):
-    x, y = elongated_classes()
-    y[::7] = -1
-    rows, from_statistics = (WCCN(0.2, center=center) for _ in range(2))
-    rows.fit(x, y)
-    from_statistics.fit_statistics(statistics_of(x, y))
-    assert np.array_equal(from_statistics.matrix_, rows.matrix_) and np.array_equal(from_statistics.mean_, rows.mean_)
-    assert np.allclose(rows.mean_, x[y >= 0].mean(0) * center, atol=1e-6)
+    m = DiscriminantWhitening(0.25, shrinkage=0.2).fit(x, y)
+    assert np.abs(m.whitening_ - WCCN(0.2, center=True).fit(x, y).matrix_).max() < 1e-5
+    for g in (0.25, 1.0):
+        mixed = m.whitening_ @ ((1 - g) * np.eye(8) + g * m.scaling_)
+        assert np.abs(mixed - DiscriminantWhitening(g, shrinkage=0.2).fit(x, y).matrix_).max() < 1e-5
 
 
 @pytest.mark.parametrize("m", [WCCN(center=True), LDAMap(2), DiscriminantWhitening()], ids=repr)
@@ -407,125 +280,29 @@ def test_a_fit_copies_no_whole_matrix(m):
     assert peak < x.nbytes
 
 
-def test_statistics_of_many_classes_grow_in_place():
-    "Classes in any order, some of them new, some known before."
-    x, y = elongated_classes(40, 6)
-    y = np.random.default_rng(0).permutation(40)[y]
-    s = ClassStatistics(x.shape[1])
-    for rows in np.array_split(np.random.default_rng(1).permutation(len(y)), 13):
-        s.update(x[rows], y[rows])
-        assert (np.diff(s.classes) > 0).all() and (s.counts > 0).all()
-    assert same_statistics(s, statistics_of(x, y))
-
-
-def write_rows(path, x):
-    "Write embeddings in the format of the ending; pack.parquet is a pack."
-    if path.name == "pack.parquet":
-        write_pack(
-            EmbeddingSet(normalize(x), np.zeros(len(x), int), classes=["a"], meta={"set": "s", "encoder": "e"}), path
-        )
-    elif path.suffix == ".npy":
-        np.save(path, np.asfortranarray(x) if path.stem == "columns" else x)
-    elif path.suffix == ".npz":
-        np.savez(path, a=x)
-    elif path.suffix == ".safetensors":
-        pytest.importorskip("safetensors.numpy").save_file({"a": x}, path)
-    else:
-        table = pytest.importorskip("pyarrow").table({"v": list(x)})
-        pytest.importorskip("pyarrow.parquet").write_table(table, path)
-    return path
-
-
-@pytest.mark.parametrize("name", ["x.npy", "columns.npy", "x.npz", "x.safetensors", "x.parquet", "pack.parquet"])
-@pytest.mark.parametrize("block", [7, 10_000])
-def test_statistics_of_a_file_are_those_of_its_unit_rows(name, block, tmp_path, monkeypatch):
-    x, y = elongated_classes()
-    y[::7] = -1
-    path = write_rows(tmp_path / name, (3 * x).astype("f4"))
-    monkeypatch.setattr(closed_form, "_ROWS_AT_ONCE", block)
-    stored = x if name != "pack.parquet" else read_pack(path).x
-    found, expected = class_statistics(path, y), statistics_of(normalize(stored), y)
-    assert np.array_equal(found.classes, expected.classes) and np.array_equal(found.counts, expected.counts)
-    assert np.allclose(found.sums, expected.sums, atol=1e-5) and np.allclose(found.squares, expected.squares, atol=1e-5)
-
-
-def test_statistics_of_a_file_take_constant_memory(tmp_path):
-    x, y = elongated_classes(10, 10_000, 32)
-    np.save(tmp_path / "x.npy", x)
-    tracemalloc.start()
-    class_statistics(tmp_path / "x.npy", y)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < x.nbytes
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("sums", np.zeros((2, 3))),
-        ("counts", np.zeros(20, int)),
-        ("classes", np.zeros(20, int)),
-        ("squares", np.full((8, 8), np.nan)),
-        ("squares", np.zeros(8)),
-        ("classes", np.array(["a"] * 20)),
-    ],
-)
-def test_damaged_statistics_are_refused(name, value, tmp_path):
-    s = statistics_of(*elongated_classes())
-    arrays = {key: getattr(s, key) for key in ("classes", "counts", "sums", "squares")} | {name: value}
-    np.savez(tmp_path / "s.npz", **arrays)
-    with pytest.raises(InputError):
-        ClassStatistics.load(tmp_path / "s.npz")
-
-
-@pytest.mark.filterwarnings("error")
-def test_logit_map_warns_of_max_iter_alone():
-    x = normalize(np.random.default_rng(0).normal(size=(24, 5)))
-    LogitMap().fit(x, np.arange(24) // 2)  # scikit-learn takes that many classes for numbers
-    with pytest.warns(UserWarning, match="LogitMap used all of max_iter=1 steps") as caught:
-        LogitMap(max_iter=1).fit(x, np.arange(24) // 2)
-    assert len(caught) == 1 and caught[0].filename == __file__
-
-
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, y: WCCN().fit(x, y * 0),
-        lambda x, y: LDAMap().fit(x, y * 0 - 1),
+        lambda x, y: WCCN().fit(x, y * 0),  # one class
         lambda x, y: WCCN().fit(x[::15], y[::15]),  # one row of each class
-        lambda x, y: WCCN(0).fit(normalize(np.random.default_rng(0).normal(size=(20, 8)))[y], y),  # equal rows
-        lambda x, y: WCCN(-0.1).fit(x, y),
-        lambda x, y: PCAMap(shrinkage=2).fit(x),
-        lambda x, y: WCCN().fit(x, y).transform(x[:, :3]),
+        lambda x, y: WCCN(0).fit(x[:48:8], y[:48:8]),  # fewer rows than dimensions
+        lambda x, y: PCAMap().fit(x[:6]),
         lambda x, y: WCCN().fit(x, y).transform(0 * x),
-        lambda x, y: WCCN().fit(x, y[:-1]),
-        lambda x, y: WCCN().fit(np.where(x == x[3, 3], np.nan, x), y),
+        lambda x, y: WCCN().fit(x, y).transform(np.where(x == x[3, 3], np.nan, x)),
+        lambda x, y: statistics_of(x, y).subtract(statistics_of(x[:16], 0 * y[:16])),  # class 0 has 15 rows
+        lambda x, y: statistics_of(x, y).subtract(statistics_of(x[:1], y[:1] + 99)),
     ],
 )
-def test_wrong_input_is_refused(call):
+def test_input_that_gives_no_answer_is_refused(call):
     with pytest.raises(InputError):
         call(*elongated_classes())
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda s: s.update(np.ones((2, 3)), [0, 1]),
-        lambda s: s.update(np.ones((2, 8)), [0]),
-        lambda s: s.merge(ClassStatistics(3)),
-        lambda s: s.subtract(ClassStatistics(8).update(np.ones((16, 8)), np.zeros(16, int))),
-        lambda s: s.subtract(ClassStatistics(8).update(np.ones((1, 8)), [99])),
-    ],
-)
-def test_rows_that_do_not_belong_to_the_statistics_are_refused(call):
-    s = statistics_of(*elongated_classes())
-    counts, sums = s.counts.copy(), s.sums.copy()
-    with pytest.raises(InputError):
-        call(s)
-    assert np.array_equal(s.counts, counts) and np.array_equal(s.sums, sums)
-
-
-def test_statistics_of_a_file_need_one_label_per_row(tmp_path):
-    np.savez(tmp_path / "x.npz", a=np.eye(4))
-    with pytest.raises(InputError):
-        class_statistics(tmp_path / "x.npz", [0, 0, 1])
+def test_damaged_statistics_are_refused(tmp_path):
+    path = statistics_of(*elongated_classes()).save(tmp_path / "s.npz")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    for damaged in (bytes(data), bytes(data[:-40]), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError):
+            ClassStatistics.load(path)

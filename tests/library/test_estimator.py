@@ -35,7 +35,7 @@ from ega.cli import main
 from ega.data.arrays import InputError, check_X, normalize
 from ega.data.files import hash_arrays
 from ega.data.packs import EmbeddingSet, write_pack
-from ega.data.vectors import open_vectors, read_embeddings, read_labels
+from ega.data.vectors import read_labels, read_matrix
 from ega.deploy.report import write_report
 from ega.estimator import EmbeddingAdapter
 from ega.experiments.runs import build_config, fit_and_return_transform
@@ -772,7 +772,8 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors", "x.parquet", "pack.parquet"])
 def test_embeddings_are_read_from_every_format(files, name):
-    x, labels = read_embeddings(files / name)
+    matrix = read_matrix(files / name)
+    x, labels = matrix.array(), matrix.labels()
     assert np.allclose(x, world(0)[0], atol=1e-6) and (labels is None) == (name != "pack.parquet")
     if labels is not None:
         assert labels[0] == "kind 0" and len(labels) == len(x)
@@ -783,13 +784,13 @@ def test_unusable_files_are_named(files, tmp_path):
     (tmp_path / "bad.csv").write_bytes(b"\xff\xfe")
     (tmp_path / "two.csv").write_text("a,b\n1,2\n")
     for call, words in (
-        (lambda: read_embeddings(tmp_path / "no.npz"), "no such file"),
-        (lambda: read_embeddings(tmp_path / "bad.npz"), "cannot be read"),
-        (lambda: read_embeddings(files / "x.npz", "z"), "expected one matrix"),
-        (lambda: read_embeddings(files / "y.csv"), "expected embeddings"),
+        (lambda: read_matrix(tmp_path / "no.npz"), "no such file"),
+        (lambda: read_matrix(tmp_path / "bad.npz"), "cannot be read"),
+        (lambda: read_matrix(files / "x.npz", column="z"), "expected one matrix"),
+        (lambda: read_matrix(files / "y.csv"), "expected embeddings"),
         (lambda: read_labels(tmp_path / "bad.csv"), "cannot be read"),
         (lambda: read_labels(tmp_path / "two.csv"), "--label-column"),
-        (lambda: open_vectors(files / "x.npy", 5), r"\(n, 5\)"),
+        (lambda: read_matrix(files / "x.npy", 5), r"\(n, 5\)"),
     ):
         with pytest.raises(InputError, match=words):
             call()

@@ -20,7 +20,7 @@ from ega import cli, estimator
 from ega.data import datasets, embed, encoders, packs, vectors
 from ega.data.arrays import InputError
 from ega.data.files import atomic_folder, atomic_write, open_npy, read_csv_columns, read_json, read_npz
-from ega.data.vectors import open_vectors
+from ega.data.vectors import read_matrix
 from ega.method.adapters import LinearAdapter, load_adapter
 
 HERE = Path(__file__).resolve().parent
@@ -158,6 +158,10 @@ def test_damaged_column_metadata_is_refused(tmp_path):
     assert told["changed"] == 0 and told["refused"] > 2000 and told["size statistics"] > 10
 
 
+def read_whole(path):
+    return read_matrix(path).array()
+
+
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +175,7 @@ def test_decompression_bombs_are_refused(tmp_path, count):
             {"id": text, "label": text, "split": text, "scale": text, "code": text}, 2_000_000, store_schema=False
         ),
     }
-    calls = {"a.npz": vectors.read_embeddings, "wide.parquet": vectors.read_embeddings, "pack.parquet": packs.read_pack}
+    calls = {"a.npz": read_whole, "wide.parquet": read_whole, "pack.parquet": packs.read_pack}
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(content)
         outcome, said, seconds, megabytes = attempt(lambda f: calls[name](f / name), tmp_path)
@@ -265,11 +269,9 @@ def test_nothing_is_unpickled(tmp_path, count):
 
     readers = [
         packs.read_pack,
-        packs.Split.load,
-        vectors.read_embeddings,
+        lambda path: read_matrix(path).array(),
         vectors.read_labels,
         estimator.EmbeddingAdapter.load,
-        open_vectors,
         lambda p: interface.read_adapter(Path(p), ""),
         index.AdaptedIndex.load,
         monitor.Monitor.load,

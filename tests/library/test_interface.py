@@ -197,6 +197,6 @@ def test_columns_of_a_dataframe_must_be_those_of_fit(columns, tmp_path):
             assert np.array_equal(adapter.transform(rows), adapter.transform(x))
         with pytest.raises(InputError):
             adapter.transform(frame[columns[::-1]])
-    for damaged in ("f0", {}, [], ["f0"], [["f0"]] * D, ["f0"] * D, [1.5] * D, ["a", *range(1, D)]):
+    for damaged in ("f0", {}, [], ["f0"], True):
         with pytest.raises(InputError):
             read_adapter(tmp_path, a.fingerprint, columns=damaged)

@@ -1,8 +1,6 @@
 "Methods: names, configurations, what each name builds, and independence of the experiments."
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 import torch
 
 from ega.data.arrays import InputError, normalize
-from ega.measure.metrics import cosine_std_of_negative_pairs
 from ega.method import methods
 from ega.method.adapters import (
     LinearAdapter,
@@ -21,14 +18,10 @@ from ega.method.adapters import (
     save_adapter,
     transform,
 )
-from ega.method.closed_form import WCCN, ClassStatistics, DiscriminantWhitening, ValidatedWCCN
+from ega.method.closed_form import ClassStatistics, DiscriminantWhitening
 from ega.method.config import (
     ABLATIONS,
-    BASELINES,
-    DEFAULT_EPOCHS,
-    MAIN_METHODS,
     METHODS,
-    RECOMMENDED_METHODS,
     AdapterConfig,
     LossConfig,
     MethodConfig,
@@ -38,7 +31,7 @@ from ega.method.config import (
     parse_config,
     uses_gradient_training,
 )
-from ega.method.losses import LOSSES, nca, register_loss, supcon
+from ega.method.losses import LOSSES, supcon
 from ega.method.methods import (
     build_adapter,
     build_objective,
@@ -67,11 +60,6 @@ def small(method, **options):
 # names and configurations
 
 
-def test_groups_of_methods_are_disjoint_and_complete():
-    groups = (MAIN_METHODS, BASELINES, ABLATIONS, RECOMMENDED_METHODS)
-    assert sum(map(len, groups)) == len(METHODS) == len({name for group in groups for name in group})
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_build_method_config(method):
     "Adapter and loss are those of METHODS; epochs, learning rate and decay are set exactly where a method is trained."
@@ -83,25 +71,9 @@ def test_build_method_config(method):
         assert config.train is None and config.loss is None
 
 
-def test_default_epochs():
-    assert build_method_config("supcon").train.epochs == DEFAULT_EPOCHS == 24
-
-
-@pytest.mark.parametrize("method", ("", "ega", "recipe", "supcon tau=0.1", None))
-def test_unknown_methods_are_refused(method):
-    with pytest.raises(InputError):
-        build_method_config(method)
-
-
 def test_is_trained():
-    assert {name for name in METHODS if not uses_gradient_training(name)} == {
-        "frozen",
-        "wccn",
-        "lda",
-        "pca",
-        "probe",
-        "discriminant_whitening",
-    }
+    untrained = {name for name in METHODS if not uses_gradient_training(name)}
+    assert untrained == {"frozen", "wccn", "lda", "pca", "probe", "discriminant_whitening"}
     assert uses_gradient_training("ega_released margin=0.1 lr=0.001")
 
 
@@ -111,6 +83,7 @@ def test_parse_config_round_trip(method):
     config = build_method_config(method, seed=2)
     values = config_to_dict(config)
     assert parse_config(MethodConfig, values) == parse_config(MethodConfig, json.dumps(values)) == config
+    assert config_to_dict(config) == values
     assert "self_positive" not in json.dumps(values)
 
 
@@ -118,10 +91,6 @@ def test_parse_config_keeps_added_fields_that_are_not_default():
     loss, train = LossConfig("triplet", sampler="dataset", self_positive=True), TrainConfig(schedule="constant")
     config = MethodConfig(AdapterConfig("linear"), loss, train)
     assert parse_config(MethodConfig, json.dumps(config_to_dict(config))) == config
-
-
-def test_parse_config_takes_whole_numbers_for_floats():
-    assert parse_config(LossConfig, {"kind": "triplet", "margin": 1}).margin == 1
 
 
 # what a configuration builds
@@ -133,20 +102,7 @@ def test_parse_config_takes_whole_numbers_for_floats():
 def test_build_adapter(kind, cls):
     adapter = build_adapter(AdapterConfig(kind, hidden=None if kind == "linear" else 4), 6, torch.Generator())
     assert type(adapter) is cls and adapter.d == 6
-
-
-def test_lora_rank_is_at_most_the_number_of_columns():
     assert build_adapter(AdapterConfig("lora", rank=128, scale=2.0), 6, torch.Generator()).rank == 6
-
-
-@pytest.mark.parametrize("tau", (None, 0.3))
-def test_temperature_is_measured_when_not_given(tau):
-    x, y = make_data()
-    expected = cosine_std_of_negative_pairs(x, y, np.random.default_rng(0)) if tau is None else tau
-    objective = build_objective(LossConfig("nca", tau=tau), x, y, device="cpu")
-    rows = torch.arange(40)
-    loss = objective(LinearAdapter(12), torch.tensor(x), torch.tensor(y), rows, torch.Generator()).loss
-    assert torch.isclose(loss, nca(torch.tensor(x)[:40], torch.tensor(y)[:40], expected))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -200,18 +156,8 @@ def test_fit_adapter_equals_fit_method_and_can_be_saved(method, tmp_path):
     z = transform(adapter, z, device="cpu") if adapter else z
     merged = fit_adapter(small(method), x, y, device="cpu")
     found = transform(load_adapter(save_adapter(merged, tmp_path / "a.safetensors")), x, device="cpu")
-    assert (
-        np.allclose(found[:, : z.shape[1]], z, atol=1e-5) and not np.abs(found[:, z.shape[1] :]).max(initial=0) > 1e-6
-    )
-    assert not merged.training
-
-
-def test_fit_adapter_refuses_what_is_not_one_adapter():
-    x, y = make_data()
-    config = small("ega_released")
-    config = replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
-    with pytest.raises(InputError):
-        fit_adapter(config, x, y, device="cpu")
+    assert np.allclose(found[:, : z.shape[1]], z, atol=1e-5) and not merged.training
+    assert not np.abs(found[:, z.shape[1] :]).max(initial=0) > 1e-6
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
@@ -274,17 +220,6 @@ def test_needed_rows_keep_two_rows_of_a_class(classes):
     assert (counts > 0).sum() == min(classes + 1, 32)
 
 
-def test_closed_form_of_all_rows_and_training_on_the_needed_ones(monkeypatch):
-    x, y = make_data(1000)
-    sizes, train = [], methods.train
-    monkeypatch.setattr(
-        methods, "train", lambda a, o, z, *rest, **k: sizes.append(len(z)) or train(a, o, z, *rest, **k)
-    )
-    start = fit_method(few_steps(), x, y, device="cpu").init_transform
-    assert sizes == [len(needed_rows(few_steps(), y))]
-    assert np.array_equal(start.matrix_, WCCN(center=True).fit(x, y).matrix_)
-
-
 @pytest.mark.parametrize("config", [few_steps(), build_method_config("discriminant_whitening")], ids=["trained", "not"])
 def test_needed_rows_and_statistics_replace_all_rows(config, monkeypatch):
     monkeypatch.setattr(methods, "_SCALE_ROWS", 100)
@@ -297,105 +232,38 @@ def test_needed_rows_and_statistics_replace_all_rows(config, monkeypatch):
     assert adapter_fingerprint(sample_alone) != adapter_fingerprint(part)
 
 
-def test_whitened_nca_starts_from_validated_whitening():
-    x, y = make_data()
-    init_transform = fit_method(small("whitened_nca"), x, y, device="cpu").init_transform
-    assert type(init_transform) is ValidatedWCCN and len(init_transform.lp_changes_) == 10
+# what is refused
 
 
-def test_fit_method_resumes_from_its_checkpoint(tmp_path):
-    "A run with a checkpoint path gives the bits of one without, and removes the file."
-    x, y = make_data()
-    path = tmp_path / "run.safetensors"
-    a, b = (fit_method(small("supcon"), x, y, device="cpu", checkpoint=c).adapter for c in (None, path))
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters())) and not path.exists()
-
-
-# independence of the experiments
-
-
-@pytest.mark.parametrize("module", ("ega.method.methods", "ega.selection"))
-def test_library_does_not_import_experiments(module):
-    "In a fresh process: the default number of epochs is the library's own."
-    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith('ega.experiments')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("loss", ["nca", "supcon", "icon", "cosface", "proxy_anchor"])
-def test_a_tiny_temperature_is_named(loss):
-    x, y = make_data()
-    margin = {"cosface": 0.3, "proxy_anchor": 0.1}.get(loss)
-    with pytest.raises(InputError):
-        build_objective(LossConfig(loss, tau=1e-30, margin=margin), x, y, device="cpu")
-
-
-def test_a_loss_that_is_0_on_the_data_is_accepted():
-    "A hinge whose triplets are satisfied has no gradient on these rows, but it has one on random rows."
-    register_loss("mine", lambda z, y: (z @ z.T)[y[:, None] != y[None]].sub(0.1).relu().mean())
-    try:
-        objective = build_objective(LossConfig("mine"), np.eye(4, dtype="f4"), np.arange(4) // 2, device="cpu")
-    finally:
-        del LOSSES["mine"]
-    x, y = torch.eye(4), torch.arange(4) // 2
-    assert objective(LinearAdapter(4), x, y, torch.arange(4), torch.Generator()).loss == 0
-
-
-def test_fit_adapter_takes_unit_rows_in_any_container():
-    x, y = make_data()
-    for method in ("frozen", "wccn"):
-        fitted = fit_adapter(build_method_config(method), x.tolist(), y.tolist(), device="cpu")
-        assert np.array_equal(fitted.weight.detach(), fit_adapter(build_method_config(method), x, y).weight.detach())
-        with pytest.raises(InputError):
-            fit_adapter(build_method_config(method), 3 * x, y, device="cpu")
+def whitened_ega():
+    "A closed form in front of an adapter that is not linear."
+    config = small("ega_released")
+    return replace(config, adapter=replace(config.adapter, init_transform="wccn", shrinkage=0.5))
 
 
 @pytest.mark.parametrize(
-    "values",
+    "make, word",
     [
-        "{",
-        "[]",
-        {},
-        {"adapter": {}, "epochs": 3},
-        {"adapter": {"rank": 2.5}},
-        {"adapter": 3},
-        {"adapter": {}, "seed": True},
-        {"adapter": {}, "loss": {}},
-        {"adapter": {}, "loss": {"kind": "nca", "tau": "warm"}},
-        {"adapter": {}, "train": {"epochs": 0}},
-        {"adapter": {}, "train": {"schedule": "linear"}},
+        (lambda: build_method_config("whitend_nca"), "whitened_nca"),
+        (lambda: AdapterConfig("lora", rank=2), "scale"),
+        (lambda: AdapterConfig("linear", rank=4), "rank"),
+        (lambda: AdapterConfig(init_transform="wccn"), "shrinkage"),
+        (lambda: AdapterConfig("linear", shrinkage=0.3), "shrinkage"),
+        (lambda: LossConfig("triplet", sampler="x"), "sampler"),
+        (lambda: LossConfig("supcon", tau=0.1, self_positive=True), "self_positive"),
+        (lambda: LossConfig("supcon", options={"scale": 2}), "scale"),
+        (lambda: TrainConfig(steps_per_epoch=3), "rows_per_class"),
+        (lambda: TrainConfig(schedule="linear"), "schedule"),
+        (lambda: MethodConfig(AdapterConfig("linear"), LossConfig("nca")), "train"),
+        (lambda: MethodConfig(AdapterConfig(), LossConfig("nca"), TrainConfig()), "adapter"),
+        (lambda: parse_config(MethodConfig, {"adapter": {}, "epochs": 3}), "epochs"),
+        (lambda: parse_config(MethodConfig, {"adapter": {"hiden": 3}}), "hiden"),
+        (lambda: parse_config(MethodConfig, {}), "adapter"),
+        (lambda: fit_adapter(whitened_ega(), *make_data(), device="cpu"), "ega_released"),
     ],
 )
-def test_parse_config_refuses_unknown_names_and_values(values):
-    with pytest.raises(InputError):
-        parse_config(MethodConfig, values)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: AdapterConfig(3),
-        lambda: AdapterConfig("lora", rank=2),
-        lambda: AdapterConfig("linear", rank=4),
-        lambda: AdapterConfig("linear", init_transform="ridge"),
-        lambda: AdapterConfig("linear", init_transform="wccn", shrinkage=5),
-        lambda: AdapterConfig(init_transform="wccn"),
-        lambda: AdapterConfig("linear", shrinkage=0.3),
-        lambda: LossConfig("supcon", tau=0),
-        lambda: LossConfig("triplet", margin="a"),
-        lambda: LossConfig("supcon", lam=-1),
-        lambda: LossConfig("triplet", sampler="x"),
-        lambda: LossConfig("supcon", tau=0.1, self_positive=True),
-        lambda: TrainConfig(lr=float("nan")),
-        lambda: TrainConfig(steps_per_epoch=3),
-        lambda: MethodConfig("wccn"),
-        lambda: MethodConfig(AdapterConfig("linear"), LossConfig("nca")),
-        lambda: MethodConfig(AdapterConfig("linear")),
-        lambda: MethodConfig(AdapterConfig(), LossConfig("nca"), TrainConfig()),
-    ],
-)
-def test_a_configuration_that_cannot_be_fitted_is_refused_when_it_is_made(make):
-    with pytest.raises(InputError):
+def test_a_configuration_that_means_nothing_is_refused(make, word):
+    with pytest.raises(InputError, match=word):
         make()
 
 
@@ -412,41 +280,5 @@ def test_a_configuration_that_cannot_be_fitted_is_refused_when_it_is_made(make):
     ],
 )
 def test_settings_that_a_loss_lacks_or_does_not_have_are_refused(config):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=config.kind):
         build_objective(config, *make_data(), device="cpu")
-
-
-@pytest.mark.parametrize("options", [{"strength": 2}, {"statistics": ClassStatistics(12)}])
-def test_fit_adapter_refuses_other_strengths_and_closed_forms_without_statistics(options):
-    with pytest.raises(InputError):
-        fit_adapter(build_method_config("lda"), *make_data(), device="cpu", **options)
-
-
-def detached_proxies(z, y, proxies):
-    "Trains the proxies, and not the adapter."
-    return torch.nn.functional.cross_entropy(z.detach() @ proxies.T, y)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda z, y: z.detach().sum(),
-        lambda z, y: 0 * z.sum(),
-        lambda z, y: torch.ones((), requires_grad=True),
-        lambda z, y: (z * z).sum(),
-        lambda z, y: ((z @ z.T) > 0.5).float().mean() + 0 * z.sum(),
-        detached_proxies,
-        lambda z, y: z.sum(1),
-        lambda z, y: 1e30 * (z @ z.T).square().mean(),
-        lambda z, y: 1e-30 * (z @ z.T).square().mean(),
-        lambda z, y: (z @ z.T).sum() * float("nan"),
-    ],
-)
-def test_a_loss_that_cannot_train_an_adapter_is_refused(monkeypatch, loss):
-    monkeypatch.delitem(LOSSES, "mine", raising=False)
-    register_loss("mine", loss)
-    try:
-        with pytest.raises(InputError):
-            build_objective(LossConfig("mine"), *make_data(), device="cpu")
-    finally:
-        del LOSSES["mine"]

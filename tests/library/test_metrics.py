@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ega.data.arrays import InputError, normalize
+from ega.data.arrays import normalize
 from ega.measure.metrics import (
     _draw_pairs,
     ar_at_k,
@@ -15,8 +15,8 @@ from ega.measure.metrics import (
     displacement,
     loo_lp_at_k,
     lp_at_k,
+    pair_distances,
     pair_separation,
-    random_pair_separation,
 )
 from ega.measure.search import Neighbours, ivf_sweep, knn
 from ega.testing import circle_points, simplex_vertices
@@ -70,10 +70,9 @@ def test_unlabelled_gallery_rows_are_misses():
     assert lp_at_k(knn(circle_points(0), circle_points(1, 50), 2, device="cpu"), np.array([-1, 0]), [0], 2)[0] == 0.5
 
 
-def test_distances_within_the_tolerance_are_a_tie():
-    I, yb = np.array([[0, 1]]), np.array([1, 0])
-    assert lp_at_k((np.array([[0.5, 0.5 + 5e-7]]), I), yb, [0])[0] == 0.5
-    assert lp_at_k((np.array([[0.5, 0.5 + 5e-5]]), I), yb, [0])[0] == 0
+@pytest.mark.parametrize("gap, lp", [(5e-7, 0.5), (5e-5, 0)])
+def test_distances_within_the_tolerance_are_a_tie(gap, lp):
+    assert lp_at_k((np.array([[0.5, 0.5 + gap]]), np.array([[0, 1]])), [1, 0], [0])[0] == lp
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,11 +91,8 @@ def test_loo_lp_does_not_change_under_rotation_scale_and_order(seed, k):
 
 
 def test_loo_lp_of_a_class_of_one_row_is_zero():
-    assert loo_lp_at_k(circle_points(0, 1, 2), [0, 0, 1], device="cpu").tolist() == [
-        1,
-        0.5,
-        0,
-    ]  # row 1 lies between: a tie
+    "Row 1 lies between the others: a tie."
+    assert loo_lp_at_k(circle_points(0, 1, 2), [0, 0, 1], device="cpu").tolist() == [1, 0.5, 0]
 
 
 # ---- ANN recall
@@ -116,10 +112,8 @@ def test_ar_equals_faiss_contrib_without_ties():
 
 
 def test_ar_compares_distances_not_row_numbers():
-    exact, other = (
-        Neighbours(np.array([[0.2, 0.2]]), np.array([[0, 1]])),
-        Neighbours(np.array([[0.2, 0.3]]), np.array([[7, 8]])),
-    )
+    exact = Neighbours(np.array([[0.2, 0.2]]), np.array([[0, 1]]))
+    other = Neighbours(np.array([[0.2, 0.3]]), np.array([[7, 8]]))
     assert ar_at_k(other, exact, 1)[0] == 1 and ar_at_k(other, exact, 2)[0] == 0.5
 
 
@@ -140,22 +134,14 @@ def test_displacement_is_the_chord_length():
 
 
 def test_pairs_are_positive_or_negative_and_classes_uniform():
+    "The tolerance is 4 standard deviations of a binomial share."
     y = np.concatenate([np.repeat(0, 500), np.repeat(1, 20), np.repeat(2, 3), [3], np.repeat(-1, 50)])
     y = y[np.random.default_rng(0).permutation(len(y))]
     (a, p), (b, n) = _draw_pairs(y, np.random.default_rng(1), 30_000)
-    assert (
-        (y[a] == y[p]).all()
-        and (a != p).all()
-        and (y[b] != y[n]).all()
-        and min(y[a].min(), y[b].min(), y[n].min()) >= 0
-    )
-    assert (
-        np.abs(np.bincount(y[a], minlength=4) / 30_000 - [1 / 3, 1 / 3, 1 / 3, 0]).max() < 0.012
-    )  # 4 sd of a binomial share
-    assert (
-        np.abs(np.bincount(y[b]) / 30_000 - 1 / 4).max() < 0.012
-        and np.abs(np.bincount(y[n]) / 30_000 - 1 / 4).max() < 0.012
-    )
+    assert (y[a] == y[p]).all() and (a != p).all() and (y[b] != y[n]).all()
+    for rows, shares in ((a, [1 / 3, 1 / 3, 1 / 3, 0]), (b, [1 / 4] * 4), (n, [1 / 4] * 4)):
+        assert y[rows].min() >= 0
+        assert np.abs(np.bincount(y[rows], minlength=4) / 30_000 - shares).max() < 0.012
     tiny = np.flatnonzero(y == 2)
     assert len({(i, j) for i, j in zip(a, p) if i in tiny}) == 6  # every ordered pair occurs
 
@@ -164,10 +150,8 @@ def test_negative_cosine_std_equals_that_of_all_negative_pairs():
     x, y = clouds(6, 10, 5)
     cosines = (x @ x.T)[y[:, None] != y]
     assert abs(cosine_std_of_negative_pairs(x, y, np.random.default_rng(5)) - cosines.std()) < 0.01
-    assert (
-        cosine_std_of_negative_pairs(simplex_vertices(4)[[0, 0, 1, 2, 3]], [0, 0, 1, 2, 3], np.random.default_rng(5))
-        < 1e-6
-    )
+    classes = np.array([0, 0, 1, 2, 3])
+    assert cosine_std_of_negative_pairs(simplex_vertices(4)[classes], classes, np.random.default_rng(5)) < 1e-6
 
 
 def test_pair_stats_of_the_drawn_pairs():
@@ -175,20 +159,10 @@ def test_pair_stats_of_the_drawn_pairs():
     x, y = clouds(6, 10, 5)
     x = np.round(x * 4) / 4
     keep = np.abs(x).sum(1) > 0
-    x, y = normalize(x[keep]), y[keep]
-    got = random_pair_separation(x, y, np.random.default_rng(5), n_pairs=3000)
-    d = [np.linalg.norm(x[a] - x[b], axis=1) for a, b in _draw_pairs(y, np.random.default_rng(5), 3000)]
-    positive, negative = d
+    positive, negative = pair_distances(normalize(x[keep]), y[keep], np.random.default_rng(5), n_pairs=3000)
+    got = pair_separation(positive, negative)
     auc = ((negative[:, None] > positive).mean() + (negative[:, None] >= positive).mean()) / 2
-    assert np.isclose(got.auc, auc, rtol=0, atol=1e-12) and (np.unique(positive).size < 500)
-    assert got == pair_separation(positive, negative)
-    assert np.isclose(got.d_pos, d[0].mean()) and np.isclose(got.d_neg, d[1].mean())
-    bins = [np.bincount(np.minimum((v / 0.01).astype(int), 199), minlength=200) / 3000 for v in d]
+    assert np.isclose(got.auc, auc, rtol=0, atol=1e-12) and np.unique(positive).size < 500
+    assert np.isclose(got.d_pos, positive.mean()) and np.isclose(got.d_neg, negative.mean())
+    bins = [np.bincount(np.minimum((v / 0.01).astype(int), 199), minlength=200) / 3000 for v in (positive, negative)]
     assert abs(got.overlap - np.minimum(*bins).sum()) < 0.02  # a distance at the edge of a bin may count in either
-
-
-def test_unlabelled_queries_and_inner_products_are_refused():
-    D, I = knn(circle_points(0), circle_points(5, 90), 2, device="cpu")
-    for wrong in (lambda: lp_at_k((D, I), [0, 1], [-1]), lambda: lp_at_k((-D, I), [0, 1], [0])):
-        with pytest.raises(InputError):
-            wrong()

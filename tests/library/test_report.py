@@ -19,7 +19,6 @@ from ega.deploy.report import (
     collapse_warning,
     compare_spaces,
     effective_rank_stats,
-    page_notes,
     write_comparison,
     write_pair_report,
     write_report,
@@ -27,6 +26,7 @@ from ega.deploy.report import (
 from ega.estimator import EmbeddingAdapter
 from ega.measure.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
 from ega.measure.metrics import loo_lp_at_k
+from ega.method.adapters import interpolate
 from ega.pairs import evaluate_pairs
 
 
@@ -39,9 +39,7 @@ def clusters(n=240, classes=12, seed=0, noise=1.0):
 @pytest.fixture(scope="module")
 def spaces():
     x, y = clusters()
-    z = normalize(
-        x + 0.5 * np.eye(12, 16, dtype=np.float32)[y] * (y < 6)[:, None]
-    )  # the first six classes are pulled apart
+    z = normalize(x + 0.5 * np.eye(12, 16, dtype=np.float32)[y] * (y < 6)[:, None])  # six classes are pulled apart
     y = np.r_[y[:230], [-1] * 10]
     return x, z, y
 
@@ -129,15 +127,13 @@ def test_drawn_queries_are_the_same_in_the_report(spaces, tmp_path):
     table = evaluate_embeddings(x, z, y, *groups(y), max_queries=25, random_state=3)
     pd.testing.assert_frame_equal(few.evaluation, table)
     assert len(few.queries) == 75 and (y[few.queries.row] == few.queries.label).all()
-    assert f"Queries were drawn at random: 25 of {(y >= 6).sum()} unseen" in " ".join(page_notes(few))
-    assert "Every labelled row" not in " ".join(page_notes(few))
     ends = few.strength_curve[few.strength_curve.strength == 1].drop(columns="strength")
     pd.testing.assert_frame_equal(ends.reset_index(drop=True), table.iloc[:3])
     page = write_comparison(few, tmp_path / "r.html").read_text()
     numbers = [line[1] for lines in list(tables_of(page).values())[:2] for line in lines[1:]]
-    assert numbers == [
-        f"25 of {n}" for n in [*table[table.gallery == "mixed"].n_rows, *table[table.gallery != "mixed"].n_rows]
-    ]
+    is_mixed = table.gallery == "mixed"
+    assert numbers == [f"25 of {n}" for n in [*table[is_mixed].n_rows, *table[~is_mixed].n_rows]]
+    assert f"Queries were drawn at random: 25 of {(y >= 6).sum()} unseen" in page and "Every labelled row" not in page
 
 
 def test_outcomes_are_counted_in_the_mixed_gallery(spaces, c):
@@ -169,7 +165,7 @@ def test_examples_are_captured_lost_and_gained_queries_with_their_nearest_neighb
         if not is_captured:
             assert change[q.row] < -0.5 if q.outcome == "lost" else change[q.row] > 0.5
         for v, neighbours in ((x, q.frozen_neighbours), (z, q.adapted_neighbours)):
-            assert neighbours.tolist() == rows[knn_among_rows(v, [q.row], rows, 3).I[0]].tolist()
+            assert neighbours.tolist() == rows[knn_among_rows(v, np.array([q.row]), rows, 3).I[0]].tolist()
     for _, q in c.examples.groupby("outcome"):
         unseen = (q.group == "unseen").to_numpy()
         assert (np.diff(unseen.astype(int)) <= 0).all()  # unseen queries first
@@ -178,8 +174,6 @@ def test_examples_are_captured_lost_and_gained_queries_with_their_nearest_neighb
 
 
 def test_curve_between_its_ends_is_the_evaluation_of_the_mixture(spaces, c):
-    from ega.method.adapters import interpolate
-
     x, z, y = spaces
     half = evaluate_embeddings(x, interpolate(x, z, 0.5), y, *groups(y))
     got = c.strength_curve[c.strength_curve.strength == 0.5].drop(columns="strength")
@@ -190,57 +184,33 @@ def test_adapter_to_another_width_has_no_curve_and_no_displacement(spaces, tmp_p
     x, z, y = spaces
     small = compare_spaces(x, normalize(z[:, :9]), y, y < 6)
     assert small.strength_curve is None and small.outcome_counts.displacement.isna().all()
-    assert "Which rows the adapter was trained on is not known" in " ".join(page_notes(small))
     page = write_comparison(small, tmp_path / "r.html").read_text()
     assert "share of this adapter" not in page and "–" in page
-
-
-def test_inputs_are_not_changed(spaces):
-    x, z, y = spaces
-    seen, trained_on = np.zeros(240, bool), y == 1
-    compare_spaces(x, z, y, seen, trained_on)
-    assert not seen.any()
+    assert "Which rows the adapter was trained on is not known" in page
 
 
 def test_missing_unseen_classes_are_noted(spaces, tmp_path):
     x, z, y = spaces
     only = compare_spaces(x, z, y, y < 12)
-    assert "no query of an unseen class" in " ".join(page_notes(only))
-    assert "unseen" not in summary_sentence(only.evaluation)
     page = write_comparison(only, tmp_path / "r.html").read_text()
+    assert "no query of an unseen class" in page and "Mixed gallery" not in page
     assert "Seen gallery: each query is searched among all 230 labelled rows" in page and "Own gallery" not in page
 
 
 def test_collapse_warning_depends_on_rank_not_on_mean_cosine():
     x, _ = clusters(noise=2.0)
     cone = normalize(0.1 * x + np.eye(16, dtype=np.float32)[0])  # all near one point, with as many directions as before
-    flat = normalize(x[:, :2])
-    assert (
-        effective_rank_stats(cone).mean_cosine > 0.9
-        and collapse_warning(effective_rank_stats(x), effective_rank_stats(cone)) == ""
-    )
-    assert (
-        effective_rank_stats(flat).effective_rank < 2.1
-        and collapse_warning(
-            effective_rank_stats(x), EffectiveRankStats(0, 0.19 * effective_rank_stats(x).effective_rank)
-        )
-        and not collapse_warning(
-            effective_rank_stats(x), EffectiveRankStats(0, 0.21 * effective_rank_stats(x).effective_rank)
-        )
-    )
+    frozen, near, flat = (effective_rank_stats(rows) for rows in (x, cone, normalize(x[:, :2])))
+    assert near.mean_cosine > 0.9 and collapse_warning(frozen, near) == "" and flat.effective_rank < 2.1
+    for share, warns in ((0.19, True), (0.21, False)):
+        assert bool(collapse_warning(frozen, EffectiveRankStats(0, share * frozen.effective_rank))) == warns
 
 
 @pytest.mark.parametrize("ending", [".html", ".md"])
 def test_names_are_escaped(spaces, c, tmp_path, ending):
     bad = "<script>alert(1)</script>|</style>"
-    page = write_comparison(
-        c,
-        tmp_path / f"r{ending}",
-        class_names=[bad] * 12,
-        ids=[f'{bad}"{i}' for i in range(240)],
-        title=bad,
-        decision=bad,
-    ).read_text()
+    names = dict(class_names=[bad] * 12, ids=[f'{bad}"{i}' for i in range(240)], title=bad, decision=bad)
+    page = write_comparison(c, tmp_path / f"r{ending}", **names).read_text()
     if ending == ".html":
         assert "<script" not in page and '"<' not in page
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
@@ -263,33 +233,28 @@ def test_texts_and_pictures_come_from_source(spaces, c, tmp_path):
     assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
-def test_errors_leave_no_file(spaces, c, tmp_path):
+def test_wrong_input_leaves_no_file(spaces, c, tmp_path, monkeypatch):
     x, z, y = spaces
     two_texts = tmp_path / "w.csv"
     two_texts.write_text("text\na\nb\n")
-    for call, message in (
-        (lambda: write_comparison(c, tmp_path / "r.pdf"), "expected a file ending in .html or .md"),
-        (lambda: write_comparison(c, tmp_path / "r.html", source=read_csv_source(two_texts)), "the 240 rows"),
-        (lambda: compare_spaces(x, z[:9], y, y < 6), "the same rows"),
-        (lambda: compare_spaces(x[:9], z[:9], y[:9], y[:9] < 6), "at least 14 labelled rows"),
-        (lambda: compare_spaces(x, z, y, y[:9] < 6), "the same rows"),
-        (lambda: compare_spaces(2 * x, z, y, y < 6), "unit rows"),
+    fitted = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
+    for call, error in (
+        (lambda: write_comparison(c, tmp_path / "r.pdf"), InputError),
+        (lambda: write_comparison(c, tmp_path / "r.html", source=read_csv_source(two_texts)), InputError),
+        (lambda: write_report(fitted, x[:9], y[:9], tmp_path / "r.md"), InputError),
+        (lambda: write_report(fitted, x, y[:9], tmp_path / "r.md"), InputError),
+        (lambda: write_report(fitted, x[:, :9], y, tmp_path / "r.md"), InputError),
+        (lambda: write_report(EmbeddingAdapter(), x, y, tmp_path / "r.html"), NotFittedError),
     ):
-        with pytest.raises(InputError, match=re.escape(message)):
+        with pytest.raises(error):
             call()
-    assert not list(tmp_path.glob("r.*"))
-
-
-def test_wrong_ending_and_missing_packages_are_found_before_the_work(spaces, tmp_path, monkeypatch):
-    x, _, y = spaces
-    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(x, y)
     monkeypatch.setattr("ega.deploy.report.compare_spaces", lambda *args, **options: pytest.fail("compared"))
-    with pytest.raises(InputError, match="expected a file ending in .html or .md"):
-        write_report(e, x, y, tmp_path / "r.pdf")
+    with pytest.raises(InputError, match="pdf"):  # before the work
+        write_report(fitted, x, y, tmp_path / "r.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="ega\\[report\\]"):
-        write_report(e, x, y, tmp_path / "r.html")
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ImportError, match="report"):
+        write_report(fitted, x, y, tmp_path / "r.html")
+    assert not list(tmp_path.glob("r.*"))
 
 
 def test_page_fits_a_phone(spaces, c, tmp_path):
@@ -302,41 +267,6 @@ def test_page_fits_a_phone(spaces, c, tmp_path):
     sizes_in_charts = {float(size) for size in re.findall(r"font-size: ([.\d]+)px", page)}
     widths = {float(width) for width in re.findall(r'viewBox="0 0 ([.\d]+)', page)}
     assert min(sizes_in_charts) * 343 / max(widths) >= 14  # of 390 px, 343 are left by margins and a scroll bar
-
-
-def test_unfitted_estimator_writes_no_page(spaces, tmp_path):
-    with pytest.raises(NotFittedError, match="not fitted"):
-        write_report(EmbeddingAdapter(), spaces[0], spaces[2], tmp_path / "r.html")
-    assert not list(tmp_path.iterdir())
-
-
-def test_command_separates_training_rows_and_new_classes(tmp_path, capsys):
-    from ega.cli import main
-
-    x, y = clusters(n=600, classes=30)
-    known = y < 20
-    for name, m in (("own", known), ("all", y >= 0)):
-        np.save(tmp_path / f"{name}.npy", x[m])
-        np.save(tmp_path / f"{name}_y.npy", y[m])
-
-    def path(name):
-        return str(tmp_path / name)
-
-    assert main(["fit", path("own.npy"), path("own_y.npy"), "-o", path("a"), "--method", "wccn", "--quiet"]) == 0
-    assert (
-        main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.html")]) == 0
-        and "unseen classes" in capsys.readouterr().out
-    )
-    assert (
-        main(["report", path("a"), path("own.npy"), path("own_y.npy"), "-o", path("own.md"), "--json"]) == 0
-        and '"trained on"' in capsys.readouterr().out
-    )
-    assert re.search("Selected in fit: (frozen|wccn at)", (tmp_path / "r.html").read_text())
-    assert "no query of an unseen class" in (tmp_path / "own.md").read_text()
-    assert (
-        main(["report", path("a"), path("all.npy"), path("all_y.npy"), "-o", path("r.txt")]) == 2
-        and not (tmp_path / "r.txt").exists()
-    )
 
 
 @pytest.mark.parametrize(
@@ -371,6 +301,6 @@ def test_the_page_of_pairs_escapes_texts_and_checks_them(tmp_path, ending):
     assert 4 <= len(comparison.examples) == page.count("…") and "row " in page
     assert ("<b>query" not in page) == (ending == ".html")
     pd.testing.assert_frame_equal(comparison.evaluation, evaluate_pairs(*given))
-    with pytest.raises(InputError, match=f"query_names must hold one text for each of {n} rows, got 1"):
+    with pytest.raises(InputError, match="query_names"):
         write_pair_report(*given, tmp_path / f"s{ending}", query_names=["a"])
     assert not (tmp_path / f"s{ending}").exists()

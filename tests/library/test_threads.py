@@ -14,7 +14,6 @@ from ega.data import threads
 from ega.data.arrays import normalize, spawn_rngs
 from ega.data.threads import PARALLEL_FLOPS, limit_threads, usable_cores
 from ega.measure import search
-from ega.measure.search import knn, loo_knn
 from ega.method import methods
 from ega.method.adapters import LinearAdapter
 from ega.method.closed_form import WCCN
@@ -150,7 +149,7 @@ def test_fit_restores_the_threads(monkeypatch, raised):
 def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, n_threads):
     "The product of a batch of all 48 rows with itself reaches the limit, that of a batch of 8 rows does not."
     monkeypatch.setattr(threads, "PARALLEL_FLOPS", 2 * 48 * 48 * 4)
-    x, y, seen = np.tile(np.eye(4), (12, 1)), np.tile(np.arange(4), 12), []
+    x, y, seen = np.tile(np.eye(4, dtype="float32"), (12, 1)), np.tile(np.arange(4), 12), []
 
     def step(forward, x, y, rows, uniforms):
         seen.append(torch.get_num_threads())
@@ -163,17 +162,14 @@ def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, n_thread
 
 
 @pytest.mark.parametrize("of", ["knn", "loo_knn"])
-def test_search_chooses_by_its_size_and_each_of_its_threads_multiplies_alone(monkeypatch, of):
-    seen, names = [], ("_nearest_by_product", "_nearest_others_by_product")
-    for name in names:
-        product = getattr(search, name)
-        watched = lambda *a, product=product, **kw: seen.append(numbers()[1][1]) or product(*a, **kw)  # noqa: E731
-        monkeypatch.setattr(search, name, watched)
+def test_search_chooses_by_its_size(monkeypatch, of):
+    seen, product = [], search.linear
+    monkeypatch.setattr(search, "linear", lambda *a: seen.append(torch.get_num_threads()) or product(*a))
     x = simplex_vertices(5)
-    for limit, blocks in ((2 * len(x) ** 2 * x.shape[1], 3), (2 * len(x) ** 2 * x.shape[1] + 1, 1)):
+    for limit, n_threads in ((2 * len(x) ** 2 * x.shape[1], 3), (2 * len(x) ** 2 * x.shape[1] + 1, 1)):
         monkeypatch.setattr(threads, "PARALLEL_FLOPS", limit)
         search.loo_knn(x, 2, device="cpu") if of == "loo_knn" else search.knn(x, x, 2, device="cpu")
-        assert seen == [1] * blocks and numbers()[1][1] == 3
+        assert seen == [n_threads] and torch.get_num_threads() == 3
         seen.clear()
 
 
@@ -224,22 +220,3 @@ def test_usable_cores_count_a_part_of_a_core_as_one(monkeypatch, quota, cores):
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
     monkeypatch.setattr(threads, "_cpu_quota", lambda: quota)
     assert usable_cores() == cores
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_queries_divided_among_threads_have_the_same_neighbours(k, monkeypatch):
-    "A row with more copies than neighbours is still not its own neighbour."
-    x = normalize(np.random.default_rng(0).normal(size=(301, 8)))
-    x[40:50] = x[3]
-    expected = knn(x[:70], x, k), loo_knn(x, k)
-    monkeypatch.setattr(threads, "PARALLEL_FLOPS", 1)
-    blocks, search_block = [], search._nearest_by_product
-    monkeypatch.setattr(search, "_nearest_by_product", lambda q, *a: blocks.append(len(q)) or search_block(q, *a))
-    found = knn(x[:70], x, k), loo_knn(x, k)
-    assert sorted(blocks) == [23, 23, 24, 100, 100, 101]
-    copies = [3, *range(40, 50)]
-    for many, one in zip(found, expected):
-        rows = ~np.isin(one.I, copies).any(1)
-        rows[copies] = False
-        assert np.array_equal(many.I[rows], one.I[rows]) and np.allclose(many.D, one.D, atol=1e-6)
-    assert (found[1].I != np.arange(301)[:, None]).all()

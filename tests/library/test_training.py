@@ -323,38 +323,6 @@ def test_training_resumes_after_kill_with_the_same_bits(tmp_path, name):
     assert done.stdout.split() == [weights_hash(whole), str(len(history.loss))] and not path.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x, y: (x, y[:-1]),
-        lambda x, y: (x, np.zeros(150, int)),
-        lambda x, y: (x, np.r_[y[:-1], -1]),
-        lambda x, y: (3 * x, y),
-        lambda x, y: (np.where(x == x[3, 4], np.nan, x), y),
-    ],
-    ids=["missing label", "one class", "unlabelled row", "rows of norm 3", "NaN"],
-)
-def test_wrong_rows_and_labels_are_refused(change):
-    with pytest.raises(InputError):
-        fit(pairwise_objective(supcon), *change(*make_data()))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [lambda z, y: z, lambda z, y: z.sum().item(), lambda z, y: z.sum() * 1j, lambda z, y: z.detach().sum()],
-    ids=["matrix", "number", "complex", "no gradient"],
-)
-def test_a_loss_that_cannot_train_is_refused(loss):
-    x, y = make_data()
-    index = index_rows_by_class(torch.tensor(y))
-    for objective in (
-        pairwise_objective(loss),
-        proxy_objective(lambda z, y, proxies: loss(z, y), index, torch.tensor(x)),
-    ):
-        with pytest.raises(InputError):
-            fit(objective, x, y)
-
-
 @pytest.mark.parametrize("first_bad_step", [1, 8])
 def test_a_loss_that_becomes_infinite_stops_the_training(first_bad_step):
     x, y = make_data()

@@ -18,7 +18,7 @@ from test_runs import make_packs
 
 from ega.data.arrays import InputError, check_X, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
-from ega.data.vectors import open_vectors, read_embeddings
+from ega.data.vectors import read_matrix
 from ega.deploy import transform as transform_module
 from ega.deploy.transform import transform_file, transform_ray
 from ega.experiments.grids import ResultStore, run_grid_ray
@@ -853,7 +853,7 @@ def test_a_fortran_order_file_gives_the_same_bytes(tmp_path, small_blocks):
     for folder in (tmp_path, tmp_path / "f"):
         transform_file(adapter, folder / "x.npy", folder / "z.npy", batch_size=50, **ONE)
     assert (tmp_path / "z.npy").read_bytes() == (tmp_path / "f/z.npy").read_bytes()
-    read, _ = read_embeddings(tmp_path / "f/x.npy")
+    read = read_matrix(tmp_path / "f/x.npy").array()
     assert np.array_equal(read, x)
 
 
@@ -863,13 +863,13 @@ def test_a_parquet_file_records_its_adapters(tmp_path):
     first, second = make_adapter(), make_adapter(seed=1)
     pq.write_table(pa.table({"a": list_array(x), "b": list_array(x)}), tmp_path / "x.parquet")
     paths = [tmp_path / f"{i}.parquet" for i in range(4)]
-    assert open_vectors(tmp_path / "x.parquet", column="a").adapted_by == ()
+    assert read_matrix(tmp_path / "x.parquet", column="a").adapted_by == ()
     transform_file(first, tmp_path / "x.parquet", paths[0], column="a", **ONE)
     versions = [adapter_fingerprint(f)[:16] for f in (first, second)]
-    assert open_vectors(paths[0], column="a").adapted_by == (versions[0],)
+    assert read_matrix(paths[0], column="a").adapted_by == (versions[0],)
     transform_file(second, paths[0], paths[1], column="b", **ONE)
-    assert open_vectors(paths[1], column="a").adapted_by == (versions[0],)
-    assert open_vectors(paths[1], column="b").adapted_by == (versions[1],)
+    assert read_matrix(paths[1], column="a").adapted_by == (versions[0],)
+    assert read_matrix(paths[1], column="b").adapted_by == (versions[1],)
     for f in (first, second):
         with pytest.raises(InputError, match=f"not adapted, but the file records that the adapter {versions[0]}"):
             transform_file(f, paths[1], paths[2], column="a", **ONE)
@@ -882,8 +882,8 @@ def test_npy_files_record_their_adapter_and_numpy_reads_them(tmp_path):
     np.save(tmp_path / "0.npy", unit_rows(20))
     transform_file(adapter, tmp_path / "0.npy", path, **ONE)
     x = transform(adapter, unit_rows(20), device="cpu")
-    assert open_vectors(path).adapted_by == (adapter_fingerprint(adapter)[:16],)
-    assert open_vectors(tmp_path / "0.npy").adapted_by == ()
+    assert read_matrix(path).adapted_by == (adapter_fingerprint(adapter)[:16],)
+    assert read_matrix(tmp_path / "0.npy").adapted_by == ()
     raw, opened = path.read_bytes(), np.load(path, mmap_mode="r")
     assert raw[:8] == b"\x93NUMPY\x01\x00" and opened.offset % 64 == 0 and raw[opened.offset - 1] == ord("\n")
     assert opened.offset == 10 + int.from_bytes(raw[8:10], "little")
