@@ -18,10 +18,8 @@ from .losses import triplet_violations
 RowsByClass = namedtuple("RowsByClass", "order start count class_id rank_in_class")
 
 
-def index_rows_by_class(
-    y: torch.Tensor,  # (n,) int64 labels >= 0
-) -> RowsByClass:  # on the device of y
-    "Build the index of the rows of each class by one sort."
+def index_rows_by_class(y: torch.Tensor) -> RowsByClass:
+    "Build the index of the rows of each class by one sort of their int64 labels (n,)."
     order = torch.argsort(y, stable=True)
     _, class_id, count = torch.unique(y, return_inverse=True, return_counts=True)
     start = count.cumsum(0) - count
@@ -30,21 +28,18 @@ def index_rows_by_class(
     return RowsByClass(order, start, count, class_id, rank_in_class)
 
 # %% ../../nbs/method/03_active_ratio.ipynb #whole-set-numbers
-Triplets = namedtuple("Triplets", "a p n")
+Triplets = namedtuple("Triplets", "a p n")  # row numbers, (T,) each
 
 
-def draw_for_dataset_triplets(
-    size: int,  # B, anchors in the batch
-    gen: torch.Generator,
-) -> torch.Tensor:  # (3, B) in [0, 1): for the positive, the class of the negative, and the negative in its class
-    "Draw the random numbers from which `sample_dataset_triplets` makes one batch."
+def draw_for_dataset_triplets(size: int, gen: torch.Generator) -> torch.Tensor:
+    "Draw uniform numbers (3, B): for the positive, the class of the negative, and the negative in its class."
     return torch.rand(3, size, generator=gen, device=gen.device, dtype=torch.float64)
 
 
 def sample_dataset_triplets(
     index: RowsByClass,  # of all rows, at least 2 classes
     anchors: torch.Tensor,  # (B,) int64 row numbers
-    uniforms: torch.Tensor,  # (3, B) in [0, 1), from draw_for_dataset_triplets
+    uniforms: torch.Tensor,  # (3, B) from draw_for_dataset_triplets
     *,
     self_positive: bool = False,  # may an anchor be its own positive, as in the released code?
 ) -> tuple[Triplets, torch.Tensor]:  # row numbers, (B,) each; (B,) bool, False where an anchor has no positive
@@ -62,20 +57,15 @@ def sample_dataset_triplets(
     return Triplets(anchors, positive, negative), ~alone
 
 # %% ../../nbs/method/03_active_ratio.ipynb #in-batch-numbers
-def draw_for_batch_triplets(
-    size: int,  # B, anchors in the batch
-    gen: torch.Generator,
-) -> torch.Tensor:  # (2, B) in [0, 1): for the positive and for the negative
-    "Draw the random numbers from which `sample_batch_triplets` makes one batch."
+def draw_for_batch_triplets(size: int, gen: torch.Generator) -> torch.Tensor:
+    "Draw uniform numbers (2, B): for the positive and for the negative."
     return torch.rand(2, size, generator=gen, device=gen.device, dtype=torch.float64)
 
 
 def sample_batch_triplets(
     y: torch.Tensor,  # (B,) int64 labels of the batch
-    uniforms: torch.Tensor,  # (2, B) in [0, 1), from draw_for_batch_triplets
-) -> tuple[
-    Triplets, torch.Tensor
-]:  # positions in the batch, (B,) each; (B,) bool, False without a positive or negative
+    uniforms: torch.Tensor,  # (2, B) from draw_for_batch_triplets
+) -> tuple[Triplets, torch.Tensor]:  # positions in the batch; (B,) bool, False without a positive or negative
     "Turn random numbers into triplets from the batch, positives and negatives uniform over the allowed rows."
     ordered, order = y.sort(stable=True)
     start, end = torch.searchsorted(ordered, y), torch.searchsorted(ordered, y, right=True)  # of the own class
@@ -88,23 +78,14 @@ def sample_batch_triplets(
     return triplets, (n_positives > 0) & (n_negatives > 0)
 
 # %% ../../nbs/method/03_active_ratio.ipynb #whole-set-triplets
-def random_dataset_triplets(
-    index: RowsByClass,  # of all rows
-    anchors: torch.Tensor,  # (B,) int64 row numbers
-    *,
-    gen: torch.Generator,  # on the same device
-) -> Triplets:  # row numbers, (T,) each, T <= B: anchors that are alone in their class are left out
-    "Draw random numbers and return the valid triplets that `sample_dataset_triplets` makes of them."
+def random_dataset_triplets(index: RowsByClass, anchors: torch.Tensor, *, gen: torch.Generator) -> Triplets:
+    "Valid triplets from the data set: an anchor that is alone in its class is left out."
     triplets, valid = sample_dataset_triplets(index, anchors, draw_for_dataset_triplets(len(anchors), gen))
     return Triplets(*(part[valid] for part in triplets))
 
 
-def random_batch_triplets(
-    y: torch.Tensor,  # (B,) int64 labels of the batch
-    *,
-    gen: torch.Generator,  # on the same device
-) -> Triplets:  # positions in the batch, (T,) each, T <= B: anchors without a positive or a negative are left out
-    "Draw random numbers and return the valid triplets that `sample_batch_triplets` makes of them."
+def random_batch_triplets(y: torch.Tensor, *, gen: torch.Generator) -> Triplets:
+    "Valid triplets from the batch: an anchor without a positive or a negative is left out."
     triplets, valid = sample_batch_triplets(y, draw_for_batch_triplets(len(y), gen))
     return Triplets(*(part[valid] for part in triplets))
 
@@ -112,11 +93,8 @@ def random_batch_triplets(
 ActiveRatio = namedtuple("ActiveRatio", "rho low high n")
 
 
-def active_ratio(
-    violations: torch.Tensor,  # (T,) hinge arguments d(a,p) - d(a,n) + m, from triplet_violations
-    z_score: float = 1.96,  # normal quantile of the interval
-) -> ActiveRatio:  # rho in [0, 1], its Wilson interval, and T; rho is nan without triplets
-    "Share of active triplets, rho of the paper."
+def active_ratio(violations: torch.Tensor, z_score: float = 1.96) -> ActiveRatio:
+    "Share of active triplets among hinge arguments, rho of the paper, with its Wilson interval; nan without triplets."
     n = len(violations)
     if n == 0:
         return ActiveRatio(float("nan"), 0.0, 1.0, 0)
@@ -127,10 +105,6 @@ def active_ratio(
     return ActiveRatio(rho, max(0.0, centre - half), min(1.0, centre + half), n)
 
 # %% ../../nbs/method/03_active_ratio.ipynb #rho-of
-def triplet_active_ratio(
-    z: torch.Tensor,  # (n, d) float: adapted embeddings
-    triplets: Triplets,  # row numbers, the same for all measurements that are compared
-    margin: float,  # hinge margin m
-) -> ActiveRatio:
-    "The active ratio of adapted embeddings on fixed triplets."
+def triplet_active_ratio(z: torch.Tensor, triplets: Triplets, margin: float) -> ActiveRatio:
+    "The active ratio of adapted embeddings (n, d) on fixed triplets."
     return active_ratio(triplet_violations(z[triplets.a], z[triplets.p], z[triplets.n], margin))

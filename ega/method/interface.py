@@ -7,27 +7,27 @@ __all__ = ['Adapter', 'as_adapter', 'as_module', 'write_adapter', 'read_adapter'
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c004
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c005
-from ..data.arrays import InputError, check_embeddings, check_feature_names, check_X, normalize
-from ..data.files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
+from ..data.arrays import InputError, check_embeddings, check_X, normalize
+from ..data.files import hash_arrays, read_json, reading
 from ega.method.adapters import (
     LinearAdapter,
     adapter_config,
     adapter_fingerprint,
     load_adapter,
+    read_tensors,
     save_adapter,
     transform,
+    write_tensors,
 )
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c008
@@ -59,10 +59,7 @@ class Adapter:
     def one_side(self) -> "Adapter":
         "The adapter itself; `InputError` if queries and documents are adapted differently."
         if self.sides:
-            raise InputError(
-                "this adapter was fitted on pairs and adapts queries and documents differently; "
-                "pass its query_adapter_ or its document_adapter_"
-            )
+            raise InputError("this adapter was fitted on pairs and has two sides; pass its query or document adapter")
         return self
 
     @property
@@ -71,14 +68,12 @@ class Adapter:
         return self.matrix is not None and self.offset is None and np.array_equal(self.matrix, np.eye(self.input_dim))
 
     def unit_rows(self, x: Any, name: str = "x") -> np.ndarray:
-        "Raw rows (n, input_dim) as unit rows; columns of a DataFrame must be those of `fit`."
-        names = getattr(x, "column_names", getattr(x, "columns", ()))
-        if self.columns is not None and len(names):
-            are_texts = isinstance(self.columns[0], str)
-            if any(isinstance(name, str) for name in names) == are_texts:  # else one of the two has no names
-                field = {"feature_names_in_": np.array(self.columns, object)} if are_texts else {}
-                fitted = SimpleNamespace(**field, _integer_columns=None if are_texts else self.columns)
-                check_feature_names(fitted, x, reset=False)
+        "Raw rows (n, input_dim) as unit rows; columns of a DataFrame must be those of `fit`, in their order."
+        names, fitted = list(getattr(x, "column_names", getattr(x, "columns", ()))), self.columns
+        if fitted and names and names != fitted:  # numbers may also be those of an array: 0, 1, ...
+            are_texts = isinstance(fitted[0], str) and any(isinstance(name, str) for name in names)
+            if are_texts or set(names) == set(fitted):
+                raise InputError(f"the columns of {name} must be those of fit, in the same order; reorder them")
         return check_X(x, name, dim=self.input_dim)
 
     def transform(self, x: Any) -> np.ndarray:
@@ -91,6 +86,13 @@ def _apply_affine(A, b, x):
     return normalize(x @ A.T if b is None else x @ A.T + b, "z")
 
 
+def _affine(A, b, fingerprint, module=None):
+    "The adapter x -> l2(A x + b); b may be None."
+    A = np.ascontiguousarray(A, np.float32)
+    b = b.astype(np.float32) if b is not None and b.any() else None
+    return Adapter(partial(_apply_affine, A, b), A.shape[1], len(A), fingerprint, A, b, module)
+
+
 def _apply_in_order(steps, x):
     "Apply adapters one after the other."
     for step in steps:
@@ -98,22 +100,11 @@ def _apply_in_order(steps, x):
     return x
 
 
-def _affine(matrix, offset, fingerprint, module=None):
-    "The adapter x -> l2(matrix x + offset)."
-    A = check_embeddings(matrix, "matrix")
-    b = None if offset is None else check_embeddings(offset.reshape(1, -1), "offset", dim=len(A))[0]
-    b = b if b is not None and b.any() else None
-    return Adapter(partial(_apply_affine, A, b), A.shape[1], len(A), fingerprint, A, b, module)
-
-
 def _chain(steps):
     "The adapter that applies others in order, as one affine map if no later one has an offset."
     for first, second in zip(steps, steps[1:]):
         if first.output_dim != second.input_dim:
-            raise InputError(
-                f"adapters of a list must fit: one returns {first.output_dim} columns, the next expects "
-                f"{second.input_dim}"
-            )
+            raise InputError(f"a step of {first.output_dim} columns is followed by one that expects {second.input_dim}")
     fingerprint = hash_arrays(np.frombuffer("".join(step.fingerprint for step in steps).encode(), np.uint8))
     columns = steps[0].columns
     if any(step.matrix is None for step in steps) or any(step.offset is not None for step in steps[1:]):
@@ -128,9 +119,8 @@ def _chain(steps):
 def _pair(queries, documents):
     "The adapter of two sides, with the fingerprint of the estimator that has both."
     fingerprint = hashlib.sha256((queries.fingerprint + documents.fingerprint).encode()).hexdigest()
-    return replace(
-        documents, fingerprint=fingerprint, matrix=None, offset=None, module=None, sides=(queries, documents)
-    )
+    sides = queries, documents
+    return replace(documents, fingerprint=fingerprint, matrix=None, offset=None, module=None, sides=sides)
 
 
 def _read(path):
@@ -138,22 +128,19 @@ def _read(path):
     weights = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
     files = [weights.with_suffix(f".{side}.safetensors") for side in ("queries", "documents")]
     if weights.is_file() or not all(file.is_file() for file in files):
-        return as_adapter(load_adapter(path))
-    both = _pair(*(as_adapter(load_adapter(file)) for file in files))
-    description = read_json(weights.with_suffix(".json"), "the description that was saved with an adapter of pairs")
-    if description.get("fingerprint") != both.fingerprint:
-        raise InputError(
-            f"{weights.with_suffix('.json')} describes other weights than those beside it; save them again"
-        )
-    return both
+        adapter = as_adapter(load_adapter(weights))
+    else:
+        adapter = _pair(*(as_adapter(load_adapter(file)) for file in files))
+    description = weights.with_suffix(".json")
+    if adapter.sides or description.is_file():
+        if read_json(description, "the description of an adapter").get("fingerprint") != adapter.fingerprint:
+            raise InputError(f"{description} describes other weights than those beside it; save them again")
+    return adapter
 
 
-def _with_columns_of(estimator, adapter):
-    "The adapter with the names of the columns that an estimator was fitted on, texts or integers, if it had any."
-    names = getattr(estimator, "feature_names_in_", None)
-    if names is None:
-        names = getattr(estimator, "_integer_columns", None)
-    columns = None if names is None else [name if isinstance(name, str) else int(name) for name in names]
+def _with_columns(adapter, names):
+    "The adapter of an estimator that was fitted on columns with these names; None: they had none."
+    columns = None if names is None else list(names)
     sides = adapter.sides and tuple(replace(side, columns=columns) for side in adapter.sides)
     return replace(adapter, columns=columns, sides=sides)
 
@@ -169,13 +156,15 @@ def as_adapter(
     if isinstance(adapter, (list, tuple)) and adapter:
         steps = [as_adapter(step).one_side for step in adapter]
         return steps[0] if len(steps) == 1 else _chain(steps)
-    if hasattr(adapter, "query_adapter_"):
-        sides = (as_adapter(side) for side in (adapter.query_adapter_, adapter.document_adapter_))
-        return _with_columns_of(adapter, _pair(*sides))
-    if hasattr(adapter, "adapter_"):
-        return _with_columns_of(adapter, as_adapter(adapter.adapter_))
+    if hasattr(adapter, "adapter_") or hasattr(adapter, "query_adapter_"):
+        if hasattr(adapter, "adapter_"):
+            fitted = as_adapter(adapter.adapter_)
+        else:
+            fitted = _pair(as_adapter(adapter.query_adapter_), as_adapter(adapter.document_adapter_))
+        return _with_columns(fitted, getattr(adapter, "feature_names_in_", getattr(adapter, "_integer_columns", None)))
     if isinstance(adapter, np.ndarray):
-        return _affine(adapter, None, hash_arrays(check_embeddings(adapter, "matrix")))
+        matrix = check_embeddings(adapter, "matrix")
+        return _affine(matrix, None, hash_arrays(matrix))
     if hasattr(adapter, "matrix_") and hasattr(adapter, "mean_"):
         offset = -adapter.mean_.astype(np.float64) @ adapter.matrix_
         return _affine(adapter.matrix_.T, offset, hash_arrays(adapter.matrix_, adapter.mean_))
@@ -183,23 +172,20 @@ def as_adapter(
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
         fingerprint = adapter_fingerprint(module)
         if hasattr(module, "as_matrix"):
-            matrix, offset = module.as_matrix().cpu().numpy(), getattr(module, "offset", None)
+            offset = getattr(module, "offset", None)
             offset = None if offset is None else offset.detach().cpu().numpy()
-            return _affine(matrix, offset, fingerprint, module)
+            return _affine(module.as_matrix().cpu().numpy(), offset, fingerprint, module)
         return Adapter(partial(transform, module), module.d, module.d, fingerprint, module=module)
     if all(hasattr(adapter, name) for name in ("transform", "d", "fingerprint")):
         return Adapter(adapter.transform, adapter.d, getattr(adapter, "dim", adapter.d), adapter.fingerprint)
-    advice = "; fit it first, or pass the step of a pipeline that adapts" if hasattr(adapter, "fit") else ""
     raise InputError(
         "expected an adapter, a fitted estimator, a closed form, a matrix, or an object with transform, d and "
-        f"fingerprint; got {type(adapter).__name__}{advice}"
+        f"fingerprint; got {type(adapter).__name__}, which may have to be fitted first"
     )
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c016
-def as_module(
-    adapter: Any,  # anything `as_adapter` accepts, with as many output as input columns
-) -> torch.nn.Module:
-    "The adapter as a module, such as `ega.deploy.transform` runs it."
+def as_module(adapter: Any) -> torch.nn.Module:
+    "Anything `as_adapter` accepts as a module, as `ega.deploy.transform` runs it; an affine map must be square."
     a = as_adapter(adapter).one_side
     if a.module is not None:
         return a.module
@@ -213,13 +199,8 @@ def as_module(
     return module.eval()
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c017
-def write_adapter(
-    adapter: Adapter,
-    folder: Path,  # an existing folder
-) -> list[str]:  # names of the files written; empty where the adapter has no file format
-    "Write the weights of an adapter into a folder, those of two sides into a folder each."
-    from safetensors.numpy import save_file
-
+def write_adapter(adapter: Adapter, folder: Path) -> list[str]:
+    "Write an adapter into a folder, two sides into a folder each, and return the names; none without a file format."
     if adapter.sides:
         names = []
         for side, a in zip(("queries", "documents"), adapter.sides):
@@ -227,10 +208,10 @@ def write_adapter(
             names += [f"{side}/{name}" for name in write_adapter(a, folder / side)]
         return names
     if adapter.matrix is not None:
-        tensors = {"matrix": adapter.matrix} | ({} if adapter.offset is None else {"offset": adapter.offset})
-        about = {"fingerprint": adapter.fingerprint, "matrix": hash_arrays(*tensors.values())}
-        with atomic_write(folder / "matrix.safetensors") as temporary:
-            save_file(tensors, temporary, {"ega": json.dumps(about)})
+        arrays = {"matrix": adapter.matrix} | ({} if adapter.offset is None else {"offset": adapter.offset})
+        header = {"fingerprint": adapter.fingerprint, "matrix": hash_arrays(*arrays.values())}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        write_tensors(folder / "matrix.safetensors", tensors, header)
         return ["matrix.safetensors"]
     if adapter.module is None or adapter_config(adapter.module) is None:
         return []
@@ -238,18 +219,17 @@ def write_adapter(
     return ["adapter.safetensors"]
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c018
-def _read_matrix(path):
-    "Read the matrix and the offset that `write_adapter` wrote, and compare their hash."
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as f:
-            about, tensors = json.loads(f.metadata()["ega"]), {name: f.get_tensor(name) for name in sorted(f.keys())}
-        if about["matrix"] != hash_arrays(*tensors.values()):
+def _read_side(folder):
+    "The adapter of a folder; the matrix and the offset of an affine one are compared with their hash."
+    path = folder / "matrix.safetensors"
+    if not path.is_file():
+        return as_adapter(folder / "adapter.safetensors")
+    with reading(path, "the matrix of an adapter", hint="save it again"):
+        header, tensors = read_tensors(path)
+        A, b = (tensors[name].numpy() if name in tensors else None for name in ("matrix", "offset"))
+        if header["matrix"] != hash_arrays(*(array for array in (A, b) if array is not None)):
             raise ValueError("it was changed after it was saved")
-        return _affine(tensors["matrix"], tensors.get("offset"), str(about["fingerprint"]))
-    except (SafetensorError, *READ_ERRORS) as error:
-        raise InputError(f"{path}: expected the matrix of an adapter ({short_error(error)}); save it again") from error
+        return _affine(A, b, str(header["fingerprint"]))
 
 
 def read_adapter(
@@ -263,7 +243,7 @@ def read_adapter(
     if adapter is not None:
         a = as_adapter(adapter)
     elif (folder / "queries").is_dir():
-        a = _pair(*(_read_side(folder / side) for side in ("queries", "documents")))
+        a = _pair(_read_side(folder / "queries"), _read_side(folder / "documents"))
     else:
         a = _read_side(folder)
     if a.fingerprint != fingerprint:
@@ -271,18 +251,6 @@ def read_adapter(
             f"expected the adapter with fingerprint {fingerprint[:12]}, got {a.fingerprint[:12]}; embeddings of "
             "different adapters cannot be compared: pass the adapter that was used, or migrate"
         )
-    kinds = {type(name) for name in columns} if isinstance(columns, list) else set()
-    if columns is not None and (kinds not in ({str}, {int}) or not len(columns) == len(set(columns)) == a.input_dim):
-        raise InputError(
-            f"{folder}: the names of columns must be {a.input_dim} distinct texts or integers; save it again"
-        )
-    return _with_columns_of(SimpleNamespace(_integer_columns=columns), a)
-
-
-def _read_side(folder):
-    "The adapter in a folder."
-    if (folder / "matrix.safetensors").is_file():
-        return _read_matrix(folder / "matrix.safetensors")
-    if (folder / "adapter.safetensors").is_file():
-        return as_adapter(folder / "adapter.safetensors")
-    raise InputError(f"{folder} holds no adapter, only its fingerprint; pass the adapter")
+    if columns is not None and not (isinstance(columns, list) and len({*map(str, columns)}) == a.input_dim):
+        raise InputError(f"{folder}: expected the distinct names of {a.input_dim} columns; save it again")
+    return _with_columns(a, columns)

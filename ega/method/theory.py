@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['adapter_parameters', 'jvp', 'jacobian', 'jacobian_spectral_norms', 'jacobian_squared_frobenius_norm',
-           'triplet_gradient_norms', 'triplet_gradients', 'Trajectory', 'TrajectoryRecorder', 'sgd', 'DriftBounds',
+           'triplet_gradients', 'triplet_gradient_norms', 'Trajectory', 'TrajectoryRecorder', 'sgd', 'DriftBounds',
            'drift_bounds', 'Subspace', 'gradient_subspace', 'jacobian_energy_in_subspace', 'effective_rank']
 
 # %% ../../nbs/method/08_theory.ipynb #2e5388bd
@@ -22,22 +22,15 @@ from .losses import triplet_violations
 from .training import Objective
 
 # %% ../../nbs/method/08_theory.ipynb #weights-of
-def adapter_parameters(
-    adapter: nn.Module,
-) -> dict[str, torch.Tensor]:  # name -> detached tensor
-    "The parameters theta of an adapter, in the form that torch.func takes."
+def adapter_parameters(adapter: nn.Module) -> dict[str, torch.Tensor]:
+    "The parameters theta of an adapter by name, detached, in the form that torch.func takes."
     return {name: p.detach() for name, p in adapter.named_parameters()}
 
 
-def _in_eval_mode(adapter):
-    "The adapter itself if it is in eval mode, else a copy in eval mode."
-    return copy.deepcopy(adapter).eval() if adapter.training else adapter
-
-
-def _as_function_of_parameters(adapter, x):
-    "The function theta -> f_theta(x) for a matrix x or one row."
-    base = _in_eval_mode(adapter)
-    return lambda theta: functional_call(base, theta, (x,))
+def _forward(adapter: nn.Module) -> Callable:
+    "The function (theta, x) -> f_theta(x) of an adapter in eval mode, for a matrix x."
+    base = copy.deepcopy(adapter).eval() if adapter.training else adapter
+    return lambda theta, x: functional_call(base, theta, (x,))
 
 # %% ../../nbs/method/08_theory.ipynb #push
 def jvp(
@@ -46,44 +39,38 @@ def jvp(
     v: dict[str, torch.Tensor],  # direction in parameter space: name -> tensor
 ) -> torch.Tensor:  # (n, d): J(x_i) v
     "Exact Jacobian-vector products: the derivative of each output when the parameters move along v."
-    f = _as_function_of_parameters(adapter, x)
-    return func.jvp(f, (adapter_parameters(adapter),), (v,))[1]
+    f = _forward(adapter)
+    return func.jvp(lambda theta: f(theta, x), (adapter_parameters(adapter),), (v,))[1]
 
 
-def jacobian(
-    adapter: nn.Module,  # small
-    x: torch.Tensor,  # (n, d) unit rows
-) -> torch.Tensor:  # (n, d, number of parameters)
-    "The dense Jacobian with respect to the parameters, for adapters small enough to store it."
-    parts = jacrev(_as_function_of_parameters(adapter, x))(adapter_parameters(adapter))
+def jacobian(adapter: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    "The dense Jacobian at rows x (n, d) with respect to the parameters, (n, d, number of parameters)."
+    parts = jacrev(_forward(adapter))(adapter_parameters(adapter), x)
     return torch.cat([p.flatten(2) for p in parts.values()], 2)
 
 # %% ../../nbs/method/08_theory.ipynb #turn
-def _jacobian_gram_product(adapter, theta, row, u):
-    "J J^T u for one row x (d,) and u (d,)."
-    f = lambda t: functional_call(adapter, t, (row[None],))[0]
-    gradient = vjp(f, theta)[1](u)[0]  # J^T u
-    return func.jvp(f, (theta,), (gradient,))[1]
-
-
 def jacobian_spectral_norms(
     adapter: nn.Module,
     x: torch.Tensor,  # (n, d) unit rows
+    start: torch.Tensor,  # (n, d) start vectors: random, or the result of an earlier call
     *,
-    gen: torch.Generator | None = None,  # draws the start vectors
-    start: torch.Tensor | None = None,  # (n, d) start vectors instead, such as the result of an earlier call
     max_iter: int = 100,
     tol: float = 1e-5,  # stop when no row gains more than this share in a step
-    chunk_size: int = 8,  # rows at a time; each needs the memory of one gradient
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n,) L = ||J(x_i)||_2, from below; (n, d) left singular vectors
     "Spectral norm of the Jacobian with respect to the parameters, by power iteration on J J^T."
-    theta, base = adapter_parameters(adapter), _in_eval_mode(adapter)
-    product = vmap(lambda row, v: _jacobian_gram_product(base, theta, row, v), chunk_size=chunk_size)
-    u = torch.randn(x.shape, generator=gen, dtype=x.dtype, device=x.device) if start is None else start
-    previous = torch.zeros_like(x[:, 0])
+    theta, f = adapter_parameters(adapter), _forward(adapter)
+
+    def product(row, u):
+        "J J^T u for one row x (d,) and u (d,)."
+        at_row = lambda theta: f(theta, row[None])[0]
+        gradient = vjp(at_row, theta)[1](u)[0]  # J^T u
+        return func.jvp(at_row, (theta,), (gradient,))[1]
+
+    over_rows = vmap(product, chunk_size=8)  # each row needs the memory of one gradient
+    u, previous = start, torch.zeros_like(x[:, 0])
     for _ in range(max_iter):
         u = nn.functional.normalize(u, dim=1)
-        w = product(x, u)
+        w = over_rows(x, u)
         eigenvalue = (u * w).sum(1)  # (n,) Rayleigh quotients
         converged = bool((eigenvalue - previous <= tol * eigenvalue).all())
         u, previous = w, eigenvalue
@@ -98,18 +85,17 @@ def jacobian_squared_frobenius_norm(
     *,
     gen: torch.Generator | None = None,  # draws the sign vectors; None: all d unit vectors, exact
     n_probes: int = 16,  # random sign vectors
-    chunk_size: int = 4,  # gradients stored at a time
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n,) ||J(x_i)||_F^2; (n,) its standard error
     "Squared Frobenius norm of the Jacobian with respect to the parameters."
-    theta, base = adapter_parameters(adapter), _in_eval_mode(adapter)
+    theta, f = adapter_parameters(adapter), _forward(adapter)
     n, d = x.shape
 
     def squared_norm(row, u):
         "||J^T u||^2 for one row."
-        gradient = vjp(lambda t: functional_call(base, t, (row[None],))[0], theta)[1](u)[0]
+        gradient = vjp(lambda theta: f(theta, row[None])[0], theta)[1](u)[0]
         return sum((g * g).sum() for g in gradient.values())
 
-    over_rows = vmap(squared_norm, (0, None), chunk_size=chunk_size)
+    over_rows = vmap(squared_norm, (0, None), chunk_size=4)  # each row needs the memory of one gradient
     if gen is None:
         unit_vectors = torch.eye(d, dtype=x.dtype).to(x.device)
         return torch.stack([over_rows(x, u) for u in unit_vectors]).sum(0), torch.zeros(n)
@@ -118,52 +104,41 @@ def jacobian_squared_frobenius_norm(
     return estimates.mean(0), estimates.std(0) / n_probes**0.5
 
 # %% ../../nbs/method/08_theory.ipynb #of-triplet
-def _triplet_gradient(adapter, margin):
+def _triplet_gradient(adapter: nn.Module, margin: float) -> Callable:
     "The function (a, p, n) stacked to (3, d) -> gradient of one triplet loss, a dict."
-    theta, base = adapter_parameters(adapter), _in_eval_mode(adapter)
+    theta, f = adapter_parameters(adapter), _forward(adapter)
 
     def loss(theta, triplet):
-        a, p, n = functional_call(base, theta, (triplet,))[:, None]
+        a, p, n = f(theta, triplet)[:, None]
         return triplet_violations(a, p, n, margin)[0].clamp(min=0)
 
     return lambda triplet: grad(loss)(theta, triplet)
 
 
-def triplet_gradient_norms(
-    adapter: nn.Module,
-    a: torch.Tensor,  # (T, d) anchors, unit rows
-    p: torch.Tensor,  # (T, d) positives
-    n: torch.Tensor,  # (T, d) negatives
-    margin: float,
-    *,
-    chunk_size: int = 16,  # gradients stored at a time
-) -> torch.Tensor:  # (T,) ||grad l_i||; 0 for inactive triplets
-    "Norm of the gradient of each triplet loss with respect to the parameters."
-    gradient, base = _triplet_gradient(adapter, margin), _in_eval_mode(adapter)
-    with torch.no_grad():
-        active = triplet_violations(base(a), base(p), base(n), margin) > 0
-    norms = torch.zeros(len(a), dtype=a.dtype)
-    if active.any():
-
-        def norm(triplet):
-            return sum((g * g).sum() for g in gradient(triplet).values()).sqrt()
-
-        norms[active] = vmap(norm, chunk_size=chunk_size)(torch.stack([a, p, n], 1)[active])
-    return norms
-
-# %% ../../nbs/method/08_theory.ipynb #gradient-rows
 def triplet_gradients(
     adapter: nn.Module,
     a: torch.Tensor,  # (T, d) anchors, unit rows
     p: torch.Tensor,  # (T, d) positives
     n: torch.Tensor,  # (T, d) negatives
     margin: float,
-    *,
-    chunk_size: int = 16,  # gradients computed at a time
 ) -> torch.Tensor:  # (T, number of parameters)
     "Gradient of each triplet loss with respect to the parameters, as one row each."
-    gradients = vmap(_triplet_gradient(adapter, margin), chunk_size=chunk_size)(torch.stack([a, p, n], 1))
+    gradients = vmap(_triplet_gradient(adapter, margin), chunk_size=16)(torch.stack([a, p, n], 1))
     return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+
+
+def triplet_gradient_norms(adapter: nn.Module, a, p, n, margin: float) -> torch.Tensor:
+    "Norm (T,) of each row of `triplet_gradients`, without storing the rows; 0 for inactive triplets."
+    gradient, f, theta = _triplet_gradient(adapter, margin), _forward(adapter), adapter_parameters(adapter)
+    active = triplet_violations(f(theta, a), f(theta, p), f(theta, n), margin) > 0
+    norms = torch.zeros(len(a), dtype=a.dtype)
+    if active.any():
+
+        def norm(triplet):
+            return sum((g * g).sum() for g in gradient(triplet).values()).sqrt()
+
+        norms[active] = vmap(norm, chunk_size=16)(torch.stack([a, p, n], 1)[active])
+    return norms
 
 # %% ../../nbs/method/08_theory.ipynb #trajectory
 class Trajectory(NamedTuple):
@@ -181,14 +156,17 @@ class Trajectory(NamedTuple):
     drift: np.ndarray  # (T, n) ||f_{t+1}(x) - f_0(x)|| of each probe row
     theta_distance: np.ndarray  # (T,) ||theta_{t+1} - theta_0||
 
-    def first(
-        self,
-        steps: int,  # 1 <= steps <= T
-    ) -> "Trajectory":
-        "Return the record of the first `steps` steps."
+    def first(self, steps: int) -> "Trajectory":
+        "The record of the first `steps` steps."
         return Trajectory(*(values[:steps] for values in self))
 
 # %% ../../nbs/method/08_theory.ipynb #recorder
+def _parameter_distance(one: nn.Module, other: nn.Module) -> float:
+    "||theta - theta'|| of two adapters of one architecture."
+    squares = sum(((p - q) ** 2).sum() for p, q in zip(one.parameters(), other.parameters()))
+    return float(squares.detach().sqrt())
+
+
 class TrajectoryRecorder(Objective):
     "An objective that calls another one and records the training; `trajectory(adapter)` returns the record."
 
@@ -212,8 +190,24 @@ class TrajectoryRecorder(Objective):
         self.singular_vectors = torch.zeros_like(x)
 
     def __call__(self, adapter, x, y, rows, gen):
-        _advance(self, adapter)
+        self._advance(adapter)
         return super().__call__(adapter, x, y, rows, gen)
+
+    def _advance(self, adapter):
+        "Complete the record of the step that led to the current parameters and begin that of the next step."
+        now = copy.deepcopy(adapter).eval()
+        with torch.no_grad():
+            outputs = now(self.x)
+        if self.current:
+            self.steps[-1].update(self._measure_step(adapter, now, outputs))
+        else:
+            self.start = now, outputs
+        number, every, last = len(self.steps), self.every, self.steps[-1] if self.steps else {}
+        is_measured = number % every == 0 if isinstance(every, (int, np.integer)) else number == 0 or number in every
+        norms = self._measure_norms(now) if is_measured else last["jacobian_norm"]
+        largest = last.get("largest_gradient")
+        self.steps.append({"is_measured": is_measured, "largest_gradient": largest, "jacobian_norm": norms})
+        self.current = now, outputs
 
     def _record_loss(self, forward, x, y, rows, u):
         output = self.objective.step(forward, x, y, rows, u)
@@ -225,77 +219,42 @@ class TrajectoryRecorder(Objective):
             step["largest_gradient"] = float(triplet_gradient_norms(self.current[0], a, p, n, self.margin).max())
         return output
 
-    def trajectory(
-        self,
-        adapter: nn.Module,  # as the training left it
-    ) -> Trajectory:
-        "The record of a training that has ended. Call it once."
-        _advance(self, adapter)
+    def _measure_step(self, adapter, now, outputs):
+        "What one optimiser step did: its length, the movement of the probe rows, and the gradient that caused it."
+        old, old_outputs = self.current
+        old_theta = adapter_parameters(old)
+        movement = outputs - old_outputs
+        linear = jvp(old, self.x, {name: p - old_theta[name] for name, p in adapter_parameters(now).items()})
+        squares = sum((p.grad**2).sum() for p in adapter.parameters() if p.grad is not None)
+        step = {
+            "step_length": _parameter_distance(now, old),
+            "movement": movement.norm(dim=1).numpy(),
+            "linear": linear.norm(dim=1).numpy(),
+            "remainder": (movement - linear).norm(dim=1).numpy(),
+            "gradient": float(squares.sqrt()),
+            "drift": (outputs - self.start[1]).norm(dim=1).numpy(),
+            "theta_distance": _parameter_distance(now, self.start[0]),
+        }
+        if not self.sample_triplets:  # a dense loss is one term
+            step["largest_gradient"] = step["gradient"]
+        return step
+
+    def _measure_norms(self, adapter):
+        "Spectral norms of the Jacobian at the probe rows; the power iteration starts near the last singular vectors."
+        size = 0.1 if self.singular_vectors.any() else 1
+        # Noise, because a start vector orthogonal to the largest singular vector would stay orthogonal.
+        noise = torch.randn(self.x.shape, generator=self.gen, dtype=self.x.dtype) * size
+        start = self.singular_vectors + noise / self.x.shape[1] ** 0.5
+        norms, self.singular_vectors = jacobian_spectral_norms(adapter, self.x, start, tol=self.tol)
+        return norms.numpy()
+
+    def trajectory(self, adapter: nn.Module) -> Trajectory:
+        "The record of a training that has ended and left this adapter. Call it once."
+        self._advance(adapter)
         del self.steps[-1]  # begun by the line above, but never taken
         columns = {name: np.array([s[name] for s in self.steps]) for name in Trajectory._fields}
         self.current = None
         return Trajectory(**columns)
-
-# %% ../../nbs/method/08_theory.ipynb #distance
-def _parameter_distance(one, other):
-    "||theta - theta'|| of two adapters of one architecture."
-    squares = sum(((p - q) ** 2).sum() for p, q in zip(one.parameters(), other.parameters()))
-    return float(squares.detach().sqrt())
-
-
-def _advance(recorder, adapter):
-    "Complete the record of the step that led to the current parameters and begin that of the next step."
-    now = copy.deepcopy(adapter).eval()
-    with torch.no_grad():
-        outputs = now(recorder.x)
-    if recorder.current:
-        recorder.steps[-1].update(_measure_step(recorder, adapter, now, outputs))
-    else:
-        recorder.start = now, outputs
-    last = recorder.steps[-1] if recorder.steps else {}
-    step = {"is_measured": _is_measured(recorder), "largest_gradient": last.get("largest_gradient")}
-    step["jacobian_norm"] = _measure_norms(recorder, now) if step["is_measured"] else last["jacobian_norm"]
-    recorder.steps.append(step)
-    recorder.current = now, outputs
-
-
-def _is_measured(recorder):
-    "Whether norms are measured at the step that is about to be taken."
-    number, every = len(recorder.steps), recorder.every
-    return number % every == 0 if isinstance(every, (int, np.integer)) else number == 0 or number in every
-
-
-def _measure_step(recorder, adapter, now, outputs):
-    "What one optimiser step did: its length, the movement of the probe rows, and the gradient that caused it."
-    old, old_outputs = recorder.current
-    old_theta = adapter_parameters(old)
-    change = {name: p - old_theta[name] for name, p in adapter_parameters(now).items()}
-    movement = outputs - old_outputs
-    linear = jvp(old, recorder.x, change)
-    squares = sum((p.grad**2).sum() for p in adapter.parameters() if p.grad is not None)
-    step = {
-        "step_length": _parameter_distance(now, old),
-        "movement": movement.norm(dim=1).numpy(),
-        "linear": linear.norm(dim=1).numpy(),
-        "remainder": (movement - linear).norm(dim=1).numpy(),
-        "gradient": float(squares.sqrt()),
-        "drift": (outputs - recorder.start[1]).norm(dim=1).numpy(),
-        "theta_distance": _parameter_distance(now, recorder.start[0]),
-    }
-    if not recorder.sample_triplets:  # a dense loss is one term
-        step["largest_gradient"] = step["gradient"]
-    return step
-
-
-def _measure_norms(recorder, adapter):
-    "Spectral norms of the Jacobian at the probe rows; the power iteration starts near the last singular vectors."
-    x = recorder.x
-    size = 0.1 if recorder.singular_vectors.any() else 1
-    # Noise, because a start vector orthogonal to the largest singular vector would stay orthogonal.
-    noise = torch.randn(x.shape, generator=recorder.gen, dtype=x.dtype) * size
-    start = recorder.singular_vectors + noise / x.shape[1] ** 0.5
-    norms, recorder.singular_vectors = jacobian_spectral_norms(adapter, x, start=start, tol=recorder.tol)
-    return norms.numpy()
 
 # %% ../../nbs/method/08_theory.ipynb #descend
 def sgd(
@@ -330,13 +289,13 @@ def sgd(
 class DriftBounds(NamedTuple):
     "The chain of bounds for n probe rows: (n,) arrays, each not smaller than the one before under plain SGD."
 
-    drift: np.ndarray  # ||f_T - f_0||: measured distance between the last and the first output
-    path: np.ndarray  # sum of ||f_{t+1} - f_t||: length of the path of the output
-    linear: np.ndarray  # sum of ||J_t dtheta_t||, plus the remainders R
-    steps: np.ndarray  # sum of ||J_t|| ||dtheta_t||, plus R; the last bound that holds for every optimiser
-    gradient: np.ndarray  # eta times the sum of ||J_t|| ||grad L_t||, plus R; equal to `steps` for plain SGD
-    local: np.ndarray  # eta times the sum of ||J_t|| rho_t G_t, plus R
-    sparse: np.ndarray  # L G times the sum of eta rho_t, plus R: the paper's bound
+    drift: np.ndarray
+    path: np.ndarray
+    linear: np.ndarray
+    steps: np.ndarray  # the last bound that holds for every optimiser
+    gradient: np.ndarray
+    local: np.ndarray
+    sparse: np.ndarray  # the paper's bound
 
 
 def drift_bounds(
@@ -346,18 +305,15 @@ def drift_bounds(
     "The bounds of the paper's stability argument for each probe row."
     t = trajectory
     R = t.remainder.sum(0)
-    steps = t.jacobian_norm * t.step_length[:, None]
-    gradient = t.jacobian_norm * (lr * t.gradient)[:, None]
-    local = t.jacobian_norm * (lr * t.rho * t.largest_gradient)[:, None]
-    sparse = t.jacobian_norm.max() * t.largest_gradient.max() * (lr * t.rho).sum()
+    L, G = t.jacobian_norm.max(), t.largest_gradient.max()
     return DriftBounds(
         drift=t.drift[-1],
         path=t.movement.sum(0),
         linear=t.linear.sum(0) + R,
-        steps=steps.sum(0) + R,
-        gradient=gradient.sum(0) + R,
-        local=local.sum(0) + R,
-        sparse=sparse + R,
+        steps=(t.jacobian_norm * t.step_length[:, None]).sum(0) + R,
+        gradient=(t.jacobian_norm * (lr * t.gradient)[:, None]).sum(0) + R,
+        local=(t.jacobian_norm * (lr * t.rho * t.largest_gradient)[:, None]).sum(0) + R,
+        sparse=L * G * (lr * t.rho).sum() + R,
     )
 
 # %% ../../nbs/method/08_theory.ipynb #span-of
@@ -368,15 +324,11 @@ class Subspace(NamedTuple):
     singular_values: torch.Tensor  # (T,) of the matrix of gradients, descending
 
 
-def gradient_subspace(
-    gradients: torch.Tensor,  # (T, number of parameters)
-    *,
-    tol: float = 1e-6,  # eigenvalues of the Gram matrix below this share of the largest are treated as 0
-) -> Subspace:
-    "An orthonormal basis of the span of gradients, from their Gram matrix."
+def gradient_subspace(gradients: torch.Tensor) -> Subspace:
+    "An orthonormal basis of the span of gradients (T, number of parameters), from their Gram matrix."
     eigenvalues, vectors = torch.linalg.eigh((gradients @ gradients.T).double())
     eigenvalues, vectors = eigenvalues.flip(0).clamp(min=0), vectors.flip(1)  # descending
-    keep = eigenvalues > tol * eigenvalues[0].clamp(min=1e-300)
+    keep = eigenvalues > 1e-6 * eigenvalues[0]
     if not keep.any():
         raise InputError("all gradients are zero: no triplet is active; raise the margin or measure earlier")
     basis = (vectors[:, keep] / eigenvalues[keep].sqrt()).T.to(gradients.dtype) @ gradients
@@ -388,26 +340,20 @@ def jacobian_energy_in_subspace(
     adapter: nn.Module,
     x: torch.Tensor,  # (n, d) unit rows
     basis: torch.Tensor,  # (m, number of parameters) orthonormal rows q_k
-    *,
-    chunk_size: int = 8,  # directions at a time
 ) -> torch.Tensor:  # (n, m): ||J(x_i) q_k||^2
     "Squared norm of J(x_i) q_k for each row x_i and basis vector q_k; the sum over k is ||J P_S||_F^2."
     theta = adapter_parameters(adapter)
-    f = _as_function_of_parameters(adapter, x)
     sizes = [p.numel() for p in theta.values()]
 
     def energy(q):
-        parts = q.split(sizes)
-        direction = {name: part.view(p.shape) for (name, p), part in zip(theta.items(), parts)}
-        return (func.jvp(f, (theta,), (direction,))[1] ** 2).sum(1)
+        direction = {name: part.view(p.shape) for (name, p), part in zip(theta.items(), q.split(sizes))}
+        return (jvp(adapter, x, direction) ** 2).sum(1)
 
-    return vmap(energy, chunk_size=chunk_size)(basis).T
+    return vmap(energy, chunk_size=8)(basis).T
 
 # %% ../../nbs/method/08_theory.ipynb #effective-rank-2
-def effective_rank(
-    singular_values: np.ndarray,  # (r,) all >= 0, not all 0
-) -> float:  # in [1, r]
-    "Exponential of the entropy of the normalised singular values."
+def effective_rank(singular_values: np.ndarray) -> float:
+    "Exponential of the entropy of the normalised singular values (r,), in [1, r]."
     s = np.asarray(singular_values, dtype=np.float64)
     p = s[s > 0] / s.sum()
     return float(np.exp(-(p * np.log(p)).sum()))

@@ -1,6 +1,5 @@
 "Closed forms: identities, parity with scikit-learn, behaviour as scikit-learn estimators."
 
-import itertools
 import tracemalloc
 
 import numpy as np
@@ -20,12 +19,8 @@ from ega.method.closed_form import (
     shrunk_inverse_power,
 )
 
-MAPS = [
-    WCCN(),
-    WCCN(0.2, power=0.5, center=True),
-    ValidatedWCCN(),
-    LDAMap(),
-    LDAMap(3, shrinkage=0.5, center=True),
+MAPS = [WCCN(), WCCN(0.2, power=0.5, center=True), ValidatedWCCN(), LDAMap(), LDAMap(3, shrinkage=0.5, center=True)]
+MAPS += [
     PCAMap(),
     PCAMap(4, shrinkage=0.3),
     PCAMap(whiten=False),
@@ -81,14 +76,6 @@ def test_wccn_equals_its_formula_with_mean_squared_row_norm_one():
     assert np.allclose(got, M / np.sqrt((M**2).sum(1).mean()), atol=1e-6) and np.isclose((got**2).sum(1).mean(), 1)
 
 
-def test_wccn_makes_within_class_covariance_a_multiple_of_the_identity():
-    x, y = elongated_classes()
-    after = class_covariances(x @ WCCN(0.0).fit(x, y).matrix_, y)[0]
-    assert np.abs(after / after[0, 0] - np.eye(8)).max() < 1e-4  # the matrix is float32, condition number 10
-    before = class_covariances(x, y)[0]
-    assert np.abs(before / before[0, 0] - np.eye(8)).max() > 0.5
-
-
 @pytest.mark.parametrize("frozen", [WCCN(1.0), WCCN(0.3, power=0.0)])
 def test_shrinkage_1_and_power_0_return_the_frozen_embeddings(frozen):
     x, y = elongated_classes()
@@ -123,28 +110,6 @@ def test_lda_with_few_classes_equals_scikit_learn(center):
         assert np.allclose(distances(ours.transform(x)), distances(t), atol=1e-3)
 
 
-def test_lda_with_enough_classes_has_the_cosines_of_wccn():
-    x, y = elongated_classes()
-    for l in (0.1, 0.6):
-        z, w = LDAMap(shrinkage=l).fit_transform(x, y), WCCN(l).fit_transform(x, y)
-        assert np.allclose(z @ z.T, w @ w.T, atol=1e-5)
-
-
-def noisy_classes(classes=20, n=30, d=12, seed=0):
-    "Classes that differ along the directions in which they are wide, and many narrow directions with noise alone."
-    rng = np.random.default_rng(seed)
-    y = np.repeat(np.arange(classes), n)
-    signal = rng.normal(size=(classes, d))[y] + rng.normal(size=(len(y), d))
-    return normalize(np.hstack([signal, 0.3 * rng.normal(size=(len(y), 16 * d))])), y
-
-
-def test_validation_keeps_whitening_that_helps_and_rejects_one_that_harms():
-    for (x, y), helps in ((elongated_classes(width=1.5), True), (noisy_classes(), False)):
-        m = ValidatedWCCN().fit(x, y)
-        assert len(m.lp_changes_) == 20 and (m.lp_changes_.mean() > 5 if helps else m.lp_changes_.mean() < -5)
-        assert np.array_equal(m.matrix_, WCCN().fit(x, y).matrix_ if helps else np.eye(x.shape[1]))
-
-
 @pytest.mark.parametrize("mean, harms", [(-2.0, True), (-0.5, False), (0.5, False)])
 def test_whitening_is_rejected_for_a_loss_of_more_than_one_standard_error(mean, harms, monkeypatch):
     changes = (mean + np.tile([-4.0, 4.0], 8)) / 100  # their standard error is 1.03 points
@@ -172,17 +137,6 @@ def test_whitening_is_kept_with_too_few_classes_to_validate():
     x, y = elongated_classes(20, 15)
     lone = np.r_[np.arange(15 * 7), np.arange(15 * 7, 300, 15)]  # seven classes with mates and thirteen of one row
     assert len(ValidatedWCCN().fit(x[lone], y[lone]).lp_changes_) == 0
-
-
-def test_learned_whitening_has_the_cosines_of_wccn():
-    "All positive pairs of balanced classes, by a loop: S = 2n/(n-1) Sw."
-    x, y = elongated_classes(10, 6, 5)
-    pairs = [(i, j) for i, j in itertools.permutations(range(60), 2) if y[i] == y[j]]
-    difference = np.array([x[i].astype("f8") - x[j] for i, j in pairs])
-    S = difference.T @ difference / len(pairs)
-    assert np.allclose(S, 12 / 5 * class_covariances(x, y)[0], atol=1e-7)
-    z, w = normalize(x @ np.linalg.inv(np.linalg.cholesky(S)).T), WCCN(0.0).fit_transform(x, y)
-    assert np.allclose(z @ z.T, w @ w.T, atol=1e-5)
 
 
 def test_pca_equals_scikit_learn():
@@ -316,17 +270,6 @@ def test_one_fit_gives_the_whole_path_from_centred_whitening():
         assert np.abs(mixed - DiscriminantWhitening(g, shrinkage=0.2).fit(x, y).matrix_).max() < 1e-5
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_whitening_is_fitted_from_statistics_alone(center):
-    x, y = elongated_classes()
-    y[::7] = -1
-    rows, from_statistics = (WCCN(0.2, center=center) for _ in range(2))
-    rows.fit(x, y)
-    from_statistics.fit_statistics(statistics_of(x, y))
-    assert np.array_equal(from_statistics.matrix_, rows.matrix_) and np.array_equal(from_statistics.mean_, rows.mean_)
-    assert np.allclose(rows.mean_, x[y >= 0].mean(0) * center, atol=1e-6)
-
-
 @pytest.mark.parametrize("m", [WCCN(center=True), LDAMap(2), DiscriminantWhitening()], ids=repr)
 def test_a_fit_copies_no_whole_matrix(m):
     x, y = elongated_classes(10, 10_000, 32)
@@ -335,17 +278,6 @@ def test_a_fit_copies_no_whole_matrix(m):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < x.nbytes
-
-
-def test_statistics_of_many_classes_grow_in_place():
-    "Classes in any order, some of them new, some known before."
-    x, y = elongated_classes(40, 6)
-    y = np.random.default_rng(0).permutation(40)[y]
-    s = ClassStatistics(x.shape[1])
-    for rows in np.array_split(np.random.default_rng(1).permutation(len(y)), 13):
-        s.update(x[rows], y[rows])
-        assert (np.diff(s.classes) > 0).all() and (s.counts > 0).all()
-    assert same_statistics(s, statistics_of(x, y))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from ega.data.arrays import spawn_rngs, torch_generator
-from ega.measure.metrics import displacement
+from ega.data.arrays import InputError, spawn_rngs, torch_generator
 from ega.method.active_ratio import Triplets, index_rows_by_class, sample_dataset_triplets
-from ega.method.adapters import BoundedDisplacementAdapter, LinearAdapter, ReleasedEGA, transform
-from ega.method.config import TrainConfig
+from ega.method.adapters import BoundedDisplacementAdapter, ReleasedEGA
 from ega.method.losses import supcon, triplet_violations
 from ega.method.theory import (
     TrajectoryRecorder,
@@ -26,8 +24,7 @@ from ega.method.theory import (
     triplet_gradient_norms,
     triplet_gradients,
 )
-from ega.method.training import LossOutput, Objective, dataset_triplet_objective, pairwise_objective, train
-from ega.testing import error_message
+from ega.method.training import LossOutput, Objective, dataset_triplet_objective, pairwise_objective
 
 
 def random_adapter(d=6, hidden=5, seed=0):
@@ -77,51 +74,36 @@ def test_jacobian_uses_eval_mode_and_leaves_the_adapter_in_training_mode():
 def test_spectral_norm_increases_to_the_exact_value():
     adapter, x = random_adapter()
     exact = torch.linalg.matrix_norm(jacobian(adapter, x), 2)
+    start = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
     for max_iter in (1, 3, 10):
-        assert (
-            jacobian_spectral_norms(adapter, x, gen=torch.Generator().manual_seed(2), max_iter=max_iter)[0]
-            <= exact * (1 + 1e-12)
-        ).all()
-    found, u = jacobian_spectral_norms(adapter, x, gen=torch.Generator().manual_seed(2), max_iter=400, tol=1e-13)
+        assert (jacobian_spectral_norms(adapter, x, start, max_iter=max_iter)[0] <= exact * (1 + 1e-12)).all()
+    found, u = jacobian_spectral_norms(adapter, x, start, max_iter=400, tol=1e-13)
     assert torch.allclose(found, exact, rtol=1e-5)
-    again, _ = jacobian_spectral_norms(adapter, x, start=u, max_iter=1)
-    assert torch.allclose(again, exact, rtol=1e-5)
+    assert torch.allclose(jacobian_spectral_norms(adapter, x, u, max_iter=1)[0], exact, rtol=1e-5)
 
 
 def test_frobenius_norm_is_unbiased_and_its_error_is_right():
     adapter, x = random_adapter()
     exact = (jacobian(adapter, x) ** 2).sum((1, 2))
     assert torch.allclose(jacobian_squared_frobenius_norm(adapter, x)[0], exact)
-    runs, claimed = map(
-        torch.stack,
-        zip(
-            *(
-                jacobian_squared_frobenius_norm(
-                    adapter, x, gen=torch.Generator().manual_seed(s), n_probes=4, chunk_size=9
-                )
-                for s in range(24)
-            )
-        ),
-    )
+    gens = [torch.Generator().manual_seed(seed) for seed in range(24)]
+    pairs = [jacobian_squared_frobenius_norm(adapter, x, gen=gen, n_probes=4) for gen in gens]
+    runs, claimed = map(torch.stack, zip(*pairs))
     assert ((runs.mean(0) - exact).abs() < 4 * runs.std(0) / 24**0.5).all()  # unbiased
-    assert (
-        (claimed**2).mean(0).sqrt() / runs.std(0)
-    ).log().abs().max() < 0.6  # the standard error is right within the noise of 24 runs
+    ratio = (claimed**2).mean(0).sqrt() / runs.std(0)
+    assert ratio.log().abs().max() < 0.6  # within the noise of 24 runs
 
 
 def test_triplet_gradients_equal_autograd_one_by_one():
     adapter, x = random_adapter()
     a, p, n = x[[0, 1, 2, 3, 4]], x[[5, 6, 7, 8, 0]], x[[1, 2, 3, 4, 5]]
-    rows = triplet_gradients(adapter, a, p, n, 0.2, chunk_size=2)
+    rows = triplet_gradients(adapter, a, p, n, 0.2)
     for i in range(5):
         loss = triplet_violations(adapter(a[[i]]), adapter(p[[i]]), adapter(n[[i]]), 0.2).clamp(min=0).sum()
         by_hand = torch.cat([g.flatten() for g in torch.autograd.grad(loss, adapter.parameters())])
         assert torch.allclose(rows[i], by_hand, atol=1e-12)
-    assert (
-        torch.allclose(triplet_gradient_norms(adapter, a, p, n, 0.2, chunk_size=2), rows.norm(dim=1))
-        and (rows.norm(dim=1) == 0).any()
-        and (rows.norm(dim=1) > 0).any()
-    )
+    norms = rows.norm(dim=1)
+    assert torch.allclose(triplet_gradient_norms(adapter, a, p, n, 0.2), norms) and 0 < (norms == 0).sum() < 5
     assert (triplet_gradient_norms(adapter, a, p, n, -5.0) == 0).all()
 
 
@@ -130,13 +112,12 @@ def test_gradient_subspace_gives_the_projector():
     J, rows = jacobian(adapter, x), triplet_gradients(adapter, x[:4], x[4:8], x[[1, 2, 3, 0]], 2.0)
     rows = torch.cat([rows, rows[:2] + rows[2:]])  # dependent rows do not change the span
     subspace, P = gradient_subspace(rows), torch.linalg.pinv(rows[:4]) @ rows[:4]
-    assert len(subspace.basis) == 4 and torch.allclose(
-        subspace.basis @ subspace.basis.T, torch.eye(4, dtype=torch.float64), atol=1e-10
-    )
+    assert torch.allclose(subspace.basis @ subspace.basis.T, torch.eye(4, dtype=torch.float64), atol=1e-10)
     assert torch.allclose(subspace.basis.T @ subspace.basis, P, atol=1e-8)
     assert torch.allclose(jacobian_energy_in_subspace(adapter, x, subspace.basis).sum(1), ((J @ P) ** 2).sum((1, 2)))
     assert torch.allclose(subspace.singular_values, torch.linalg.svdvals(rows), atol=1e-7)
-    assert "no triplet is active" in error_message(lambda: gradient_subspace(torch.zeros(3, 7)))
+    with pytest.raises(InputError, match="no triplet is active"):
+        gradient_subspace(torch.zeros(3, 7))
 
 
 # An example in which every bound is attained
@@ -153,12 +134,10 @@ class OneWeight(nn.Module):
         return torch.stack([x[..., 0] + self.theta * x[..., 1], torch.zeros_like(x[..., 0])], -1)
 
 
-ROWS = torch.tensor(
-    [[0.0, 0.0], [90.0, 1.0], [1.0, 0.0], [1000.0, 0.0]], dtype=torch.float64
-)  # anchor, positive, a near and a far negative
-TRIPLETS = Triplets(
-    *torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [2, 3, 3, 3]])
-)  # one of four is active, with a gradient of exactly 1
+# anchor, positive, a near and a far negative
+ROWS = torch.tensor([[0.0, 0.0], [90.0, 1.0], [1.0, 0.0], [1000.0, 0.0]], dtype=torch.float64)
+# one of four is active, with a gradient of exactly 1
+TRIPLETS = Triplets(*torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [2, 3, 3, 3]]))
 PROBES = torch.tensor([[7.0, 3.0], [7.0, 1.0]], dtype=torch.float64)
 
 
@@ -173,12 +152,8 @@ def trajectory_of(optimizer, eta=0.5, steps=6):
         terms = triplet_violations(*(z[part] for part in TRIPLETS), 0.2)
         return LossOutput(terms.relu().mean(), (terms.detach() > 0).double().mean(), z)
 
-    adapter, recorder = (
-        OneWeight(),
-        TrajectoryRecorder(
-            Objective(step), PROBES, gen=torch.Generator().manual_seed(0), sample_triplets=sample_triplets, margin=0.2
-        ),
-    )
+    adapter, options = OneWeight(), dict(sample_triplets=sample_triplets, margin=0.2)
+    recorder = TrajectoryRecorder(Objective(step), PROBES, gen=torch.Generator().manual_seed(0), **options)
     if optimizer == "sgd":
         sgd(adapter, recorder, ROWS, torch.tensor([0, 0, 1, 2]), rngs=spawn_rngs(0), lr=eta, steps=steps)
     else:
@@ -194,11 +169,8 @@ def trajectory_of(optimizer, eta=0.5, steps=6):
 def test_every_bound_is_attained():
     trajectory = trajectory_of("sgd")
     bounds = np.stack(drift_bounds(trajectory, 0.5))  # (7, 2)
-    assert (
-        np.allclose(trajectory.rho, 0.25)
-        and np.allclose(trajectory.largest_gradient, 1, atol=1e-5)
-        and np.allclose(trajectory.jacobian_norm, [[3, 1]] * 6)
-    )
+    assert np.allclose(trajectory.rho, 0.25) and np.allclose(trajectory.largest_gradient, 1, atol=1e-5)
+    assert np.allclose(trajectory.jacobian_norm, [[3, 1]] * 6)
     assert np.allclose(bounds[:, 0], 0.5 * 3 * 1 * 0.25 * 6, rtol=1e-5)  # eta L G sum rho, and the drift itself
     assert np.allclose(bounds[:-1, 1], 0.5 * 1 * 1 * 0.25 * 6, rtol=1e-5) and np.allclose(bounds[-1, 1], bounds[-1, 0])
 
@@ -207,13 +179,6 @@ def test_gradient_bounds_are_violated_under_adamw():
     bounds = drift_bounds(trajectory_of("adamw"), 0.5)
     assert (bounds.gradient < 0.3 * bounds.drift).all() and (bounds.sparse < bounds.drift).any()  # the violated bounds
     assert np.allclose(bounds.drift, bounds.steps, rtol=1e-5)  # the bound that holds is attained
-
-
-def test_the_first_steps_of_a_record_are_the_record_of_a_shorter_training():
-    long, short = trajectory_of("sgd", steps=6), trajectory_of("sgd", steps=4)
-    assert all(np.array_equal(a, b) for a, b in zip(long.first(4), short))
-    assert np.allclose(short.theta_distance, 0.5 * 0.25 * np.arange(1, 5), rtol=1e-5)  # eta times the mean gradient
-    assert np.allclose(short.drift[:, 0], 3 * short.theta_distance)  # J = 3
 
 
 def test_the_learning_rate_of_the_bounds_may_change_from_step_to_step():
@@ -257,45 +222,6 @@ def test_each_bound_is_not_smaller_than_the_one_before(loss, lr):
     assert np.allclose(bounds.steps, bounds.gradient) and (bounds.drift > 1e-3).all()
 
 
-def test_the_remainder_of_a_step_is_of_second_order():
-    x, y = classes_on_a_sphere()
-
-    def one(lr):
-        adapter = LinearAdapter(12).double()
-        recorder = TrajectoryRecorder(pairwise_objective(supcon), x[60:], gen=torch.Generator().manual_seed(0))
-        return recorder.trajectory(
-            sgd(adapter, recorder, x[:60], y[:60], rngs=spawn_rngs(0), lr=lr, steps=1)
-        ).remainder.sum()
-
-    assert 3.9 < one(2e-3) / one(1e-3) < 4.1
-
-
-def test_recording_does_not_change_the_training():
-    x, y = (v.float().numpy() if v.is_floating_point() else v.numpy() for v in classes_on_a_sphere())
-    index, config = index_rows_by_class(torch.tensor(y)), TrainConfig(epochs=3, batch_size=32, lr=1e-3)
-    plain, watched = (ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)) for _ in range(2))
-    inner = dataset_triplet_objective(0.2, index)
-    recorder = TrajectoryRecorder(
-        inner,
-        torch.tensor(x[:5]),
-        gen=torch.Generator().manual_seed(0),
-        sample_triplets=lambda y, rows, u: sample_dataset_triplets(index, rows, u),
-        margin=0.2,
-        every=4,
-    )
-    a = train(plain, inner, x, y, rngs=spawn_rngs(1), config=config, device="cpu")
-    b = train(watched, recorder, x, y, rngs=spawn_rngs(1), config=config, device="cpu")
-    trajectory = recorder.trajectory(watched)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), watched.parameters()))
-    assert (
-        np.allclose(trajectory.rho, a.rho)
-        and np.allclose(trajectory.loss, b.loss)
-        and len(trajectory.step_length) == 9
-        and (trajectory.theta_distance <= trajectory.step_length.cumsum() * (1 + 1e-6)).all()
-    )
-    assert np.allclose(trajectory.drift[-1], displacement(transform(watched, x[:5], device="cpu"), x[:5]), atol=1e-6)
-
-
 def test_norms_are_measured_at_the_given_steps():
     x, y = classes_on_a_sphere()
 
@@ -314,9 +240,6 @@ def test_norms_are_measured_at_the_given_steps():
 
 def test_effective_rank():
     assert np.isclose(effective_rank([2, 2, 0]), 2) and effective_rank([3]) == 1 and 1 < effective_rank([1, 0.1]) < 2
-
-
-# Bounded adapters
 
 
 @pytest.mark.parametrize("eps", [0.05, 0.5, 1.7])
@@ -339,34 +262,3 @@ def test_displacement_of_a_bounded_adapter_stays_within_eps(eps):
         x = nn.functional.normalize(x.detach() + 0.3 * x.grad * -64, dim=1)
     assert 0.85 * eps < worst <= eps + 1e-7  # nearly attained, never exceeded; eps is stored in float32
     assert torch.allclose(adapter(x).norm(dim=1), torch.ones(64, dtype=torch.float64))
-
-
-def test_bounded_adapter_starts_as_the_identity_and_a_large_bound_changes_nothing():
-    gen = torch_generator(spawn_rngs(6).init)
-    inner = ReleasedEGA(6, hidden=8, gen=gen)
-    x = nn.functional.normalize(torch.randn(20, 6, generator=gen), dim=1)
-    assert (BoundedDisplacementAdapter(inner, 0.1)(x) - x).abs().max() < 1e-6
-    with torch.no_grad():
-        inner.branch[3].weight.add_(0.002 * torch.randn(6, 8, generator=gen))
-    assert (
-        torch.allclose(BoundedDisplacementAdapter(inner, 1.9)(x), inner(x), atol=1e-4)
-        and (inner(x) - x).norm(dim=1).max() > 1e-3
-    )
-    z = transform(BoundedDisplacementAdapter(inner, 0.1), x, device="cpu")
-    assert displacement(z, x.numpy()).max() <= 0.1 + 1e-6
-
-
-def test_bounded_adapter_can_be_trained():
-    x, y = (v.float().numpy() if v.is_floating_point() else v.numpy() for v in classes_on_a_sphere())
-    adapter = BoundedDisplacementAdapter(ReleasedEGA(12, hidden=16, gen=torch_generator(spawn_rngs(0).init)), 0.4)
-    history = train(
-        adapter,
-        pairwise_objective(supcon),
-        x,
-        y,
-        rngs=spawn_rngs(0),
-        config=TrainConfig(epochs=20, batch_size=45, lr=1e-2),
-        device="cpu",
-    )
-    moved = displacement(transform(adapter, x, device="cpu"), x)
-    assert history.loss[-1] < history.loss[0] - 0.05 and 0.2 < moved.mean() and moved.max() <= 0.4 + 1e-6

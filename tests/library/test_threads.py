@@ -149,7 +149,7 @@ def test_fit_restores_the_threads(monkeypatch, raised):
 def test_training_chooses_by_the_products_of_a_step(monkeypatch, batch, n_threads):
     "The product of a batch of all 48 rows with itself reaches the limit, that of a batch of 8 rows does not."
     monkeypatch.setattr(threads, "PARALLEL_FLOPS", 2 * 48 * 48 * 4)
-    x, y, seen = np.tile(np.eye(4), (12, 1)), np.tile(np.arange(4), 12), []
+    x, y, seen = np.tile(np.eye(4, dtype="float32"), (12, 1)), np.tile(np.arange(4), 12), []
 
     def step(forward, x, y, rows, uniforms):
         seen.append(torch.get_num_threads())
