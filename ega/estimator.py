@@ -40,21 +40,19 @@ from ega.data.arrays import (
     iter_unit_rows,
     match_classes,
     short_repr,
-    spawn_rngs,
 )
 from ega.data.files import (
     READ_ERRORS,
     atomic_folder,
     atomic_write,
     check_is_file,
-    check_path,
     file_hash,
     open_npy,
     read_json,
     short_error,
 )
 from .data.packs import row_split
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, spawn_rngs
 from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
@@ -170,7 +168,7 @@ _READERS = {".safetensors": load_adapter, ".npy": lambda path: np.array(open_npy
 
 def saved_path(path: "str | Path", ending: str = ".json") -> Path:
     "A file of a saved estimator, which is given by its folder or by its .safetensors file."
-    path = check_path(path)
+    path = Path(path)
     weights = path if path.suffix == ".safetensors" else path / "adapter.safetensors"
     return weights.with_suffix(ending)
 
@@ -678,7 +676,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         """
         check_is_fitted(self)
         import_optional("onnx", "onnx")
-        path, adapter = check_path(path), self.adapter_
+        path, adapter = Path(path), self.adapter_
 
         class NormalizedAdapter(torch.nn.Module):
             def __init__(self):

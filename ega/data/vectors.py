@@ -114,10 +114,7 @@ class MatrixFile:
             lists = table[self.column].combine_chunks()
             lengths = pc.list_value_length(lists).fill_null(-1).to_numpy()
             if (wrong := np.flatnonzero(lengths != self.dim)).size:
-                raise InputError(
-                    f"{self.path}: row {first + wrong[0]} of column {self.column!r} does not hold {self.dim} numbers; "
-                    "drop it, or use vectors from the encoder of the adapter"
-                )
+                raise InputError(f"{self.path}: row {first + wrong[0]} of {self.column!r} is not of {self.dim} numbers")
             x = lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, self.dim)
             yield dequantize(x, table["scale"].to_numpy()) if self.pack else x
             first += len(table)
@@ -191,10 +188,8 @@ def read_matrix(
         else:
             raise InputError(f"{path}: expected {expected}; a .npy file has no column")
     if not matrix.n or not matrix.dim or dim not in (None, matrix.dim):
-        raise InputError(
-            f"{path}: expected vectors of shape (n, {dim or 'd'}), got ({matrix.n}, {matrix.dim}); "
-            "use vectors from the encoder of the adapter, one row each"
-        )
+        shape = (matrix.n, matrix.dim)
+        raise InputError(f"{path}: expected vectors of shape (n, {dim or 'd'}), got {shape}; use those of one encoder")
     return matrix
 
 

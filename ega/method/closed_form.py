@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from ..data.arrays import InputError, normalize, rows_by_class
 from ..data.files import atomic_write, read_npz
-from ..data.threads import limit_threads
+from ..data.runtime import limit_threads
 from ..measure.metrics import loo_lp_at_k
 
 # %% ../../nbs/method/05_closed_form.ipynb #linearmap

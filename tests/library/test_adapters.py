@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.arrays import InputError, normalize
+from ega.data.runtime import spawn_rngs, torch_generator
 from ega.method.adapters import (
     AblatedEGA,
     BoundedDisplacementAdapter,
@@ -154,7 +155,7 @@ def test_released_ega_equals_the_released_module():
 def test_training_gradients_equal_those_of_autograd_in_float32(kind, n_active, onednn, monkeypatch):
     "At sizes where oneDNN is used; also in a second backward pass through the same graph."
     if not onednn:
-        monkeypatch.setattr("ega.data.arrays._onednn_linear", lambda: None)
+        monkeypatch.setattr("ega.data.runtime._onednn_linear", lambda: None)
     adapter, x = trained(make(kind, 96, hidden=80, rank=64), 0.05), rows(150, 96).requires_grad_()
     found = {}
     for training in (True, False):

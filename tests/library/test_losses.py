@@ -22,7 +22,8 @@ from sklearn.base import clone
 from torch.nn import functional as F
 
 from ega import EmbeddingAdapter, read_pack
-from ega.data.arrays import InputError, check_X, check_y, spawn_rngs
+from ega.data.arrays import InputError, check_X, check_y
+from ega.data.runtime import spawn_rngs
 from ega.method.adapters import LinearAdapter
 from ega.method.config import (
     AdapterConfig,
@@ -301,7 +302,7 @@ LABELS = {
 def test_fused_losses_equal_their_definitions(loss, labels, n, d, onednn, monkeypatch):
     "In float64 and, also with oneDNN's products, in float32; a gradient that reaches the loss is multiplied in."
     if not onednn:
-        monkeypatch.setattr("ega.data.arrays._onednn_linear", lambda: None)
+        monkeypatch.setattr("ega.data.runtime._onednn_linear", lambda: None)
     y, z64 = LABELS[labels](n), F.normalize(torch.randn(n, d, dtype=torch.float64, generator=seeded()), dim=1)
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         for tau in (1.0, 0.07, 0.01):

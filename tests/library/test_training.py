@@ -10,8 +10,9 @@ import pytest
 import torch
 from test_losses import circle
 
-from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.arrays import InputError, normalize
 from ega.data.files import hash_arrays
+from ega.data.runtime import spawn_rngs, torch_generator
 from ega.method.active_ratio import index_rows_by_class
 from ega.method.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
 from ega.method.config import TrainConfig
