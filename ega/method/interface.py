@@ -128,14 +128,14 @@ def _read(path):
     weights = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
     files = [weights.with_suffix(f".{side}.safetensors") for side in ("queries", "documents")]
     if weights.is_file() or not all(file.is_file() for file in files):
-        return as_adapter(load_adapter(weights))
-    both = _pair(*(as_adapter(load_adapter(file)) for file in files))
-    description = read_json(weights.with_suffix(".json"), "the description that was saved with an adapter of pairs")
-    if description.get("fingerprint") != both.fingerprint:
-        raise InputError(
-            f"{weights.with_suffix('.json')} describes other weights than those beside it; save them again"
-        )
-    return both
+        adapter = as_adapter(load_adapter(weights))
+    else:
+        adapter = _pair(*(as_adapter(load_adapter(file)) for file in files))
+    description = weights.with_suffix(".json")
+    if adapter.sides or description.is_file():
+        if read_json(description, "the description of an adapter").get("fingerprint") != adapter.fingerprint:
+            raise InputError(f"{description} describes other weights than those beside it; save them again")
+    return adapter
 
 
 def _with_columns(adapter, names):

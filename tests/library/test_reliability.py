@@ -85,17 +85,8 @@ def killed_at(work, die_at, told):
 
 
 def embedded(folder):
-    source = datasets.Source(
-        "toy",
-        "text",
-        [str(i) for i in range(12)],
-        np.arange(12) % 3,
-        ["t"] * 12,
-        ("a", "b", "c"),
-        lambda i: "abcdef"[: 1 + i % 6] * (1 + i),
-        "f",
-        {},
-    )
+    texts, ids = ["abcdef"[: 1 + i % 6] * (1 + i) for i in range(12)], [str(i) for i in range(12)]
+    source = datasets.Source("toy", texts, ids, np.arange(12) % 3, ["t"] * 12, ("a", "b", "c"))
     try:
         embed.embed(source, Letters(), folder / "p.parquet", shard_rows=4, batch_size=2, threads=1, progress=False)
     except InputError as error:

@@ -135,9 +135,7 @@ def make_calls(folder):
 
     return {
         "data.embed.embed": [
-            (embed_texts, {}, dict.fromkeys(("shard_rows", "threads", "processes"), NUMBERS)),
-            (embed_texts, {}, {"batch_size": NUMBERS[1:], "dtype": TEXTS, "on_error": TEXTS, "out": PATHS}),
-            (embed_texts, {}, {"source": OBJECTS, "encoder": OBJECTS}),
+            (embed_texts, {}, {"on_error": TEXTS}),
         ],
         "data.packs.EmbeddingSet": [
             (EmbeddingSet, data, {"x": MATRICES, "y": LABELS, "ids": OBJECTS[1:], "split": OBJECTS[1:]}),
@@ -223,8 +221,7 @@ def make_calls(folder):
         ],
         "data.relevance.read_beir": [(read_beir, {"folder": out("beir")}, {"folder": (*PATHS, out("file"), folder)})],
         "data.relevance.embed_relevance": [
-            (embed_pairs, {}, {"texts": OBJECTS, "encoder": OBJECTS, "out": PATHS, "batch_size": NUMBERS[1:]}),
-            (embed_pairs, {}, {"dtype": TEXTS, "on_error": TEXTS, "query_prefix": (3, b"x", object(), len)}),
+            (embed_pairs, {}, {"on_error": TEXTS}),
         ],
         "data.relevance.RelevanceSet": [
             (
