@@ -805,7 +805,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             adapter, statistics = _fit_selected(selection, a, numbers, self.device, progress)
             if statistics is not None:
                 position = dict(zip(numbers.tolist(), labels.tolist()))  # in classes_
-                statistics = statistics._relabel(np.array([position[n] for n in statistics.classes.tolist()]))
+                statistics = statistics.relabel(np.array([position[n] for n in statistics.classes.tolist()]))
             fingerprint = adapter_fingerprint(adapter)
             progress.finish()
         return self._set_fitted(
@@ -948,8 +948,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     def _align_classes(self, rows):
         "All classes, and the statistics before and of the changed rows with the same class numbers."
         changed, together = _statistics_of_rows(rows.a, rows.labels), np.union1d(self.classes_, rows.classes)
-        before = self.statistics_._relabel(np.searchsorted(together, self.classes_))
-        return together, before, changed._relabel(np.searchsorted(together, rows.classes[changed.classes]))
+        before = self.statistics_.relabel(np.searchsorted(together, self.classes_))
+        return together, before, changed.relabel(np.searchsorted(together, rows.classes[changed.classes]))
 
     def _after_adding(self, rows):
         "The fitted attributes after `partial_fit`."
@@ -993,7 +993,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         if not selection.frozen:
             options = dict(strength=selection.strength, device=self.device, **training)
             adapter = update_adapter(selection.config, adapter, before, after, **options)
-        statistics = after._relabel(np.arange(len(after.classes)))
+        statistics = after.relabel(np.arange(len(after.classes)))
         changed = {"adapter_": adapter, "classes_": classes[after.classes], "statistics_": statistics}
         return changed | {"fingerprint_": adapter_fingerprint(adapter)}
 
