@@ -14,7 +14,7 @@ settings.load_profile("ega")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too, and fuzz longer")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -26,9 +26,3 @@ def pytest_collection_modifyitems(config, items):
 
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture
-def count():
-    "count(what, n) does nothing: counts are not compared with a page."
-    return lambda what, n: None

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ega import EmbeddingAdapter, InputError, evaluate
+from ega import EmbeddingAdapter, InputError
 from ega import pairs as module
 from ega.data.arrays import normalize
 from ega.measure.ranking import ranking_metrics
@@ -16,15 +16,11 @@ from ega.method.adapters import transform
 from ega.method.config import TrainConfig
 from ega.pairs import (
     PAIR_CANDIDATES,
-    SIDES,
     PairAdapter,
     PairConfig,
-    check_negatives,
     evaluate_pairs,
-    find_negatives,
     fit_pair_path,
     load_estimator,
-    pair_candidates,
     pair_folds,
     select_pair_adapter,
     whiten_pairs,
@@ -65,7 +61,7 @@ def test_whitening_is_the_shrunk_inverse_root_of_the_differences(shrinkage):
 
 
 def test_whitening_of_equal_rows_only_centres_them():
-    white = whiten_pairs(DOCUMENTS, DOCUMENTS, [(0, 0), (1, 1)])
+    white = whiten_pairs(DOCUMENTS, DOCUMENTS, np.array([(0, 0, 1), (1, 1, 1)]))
     np.testing.assert_array_equal(white.matrix, np.eye(16))
 
 
@@ -126,15 +122,11 @@ def test_a_query_whose_documents_are_all_relevant_has_no_loss():
 
 
 def test_negatives():
-    nearest = find_negatives(3, QUERIES, DOCUMENTS, PAIRS)
+    nearest = module._find_negatives(3, QUERIES, DOCUMENTS, PAIRS)
     assert nearest.shape == (120, 3) and (nearest != PAIRS[:, 1:2]).all()
     scores = QUERIES @ DOCUMENTS.T
     scores[PAIRS[:, 0], PAIRS[:, 1]] = -2
     assert (np.sort(nearest) == np.sort(np.argsort(-scores)[:, :3])).all()
-    with pytest.raises(InputError, match="every query with a relevant one"):
-        find_negatives(np.array([(0, 1)]), QUERIES, DOCUMENTS, PAIRS)
-    with pytest.raises(InputError, match="negatives"):
-        check_negatives(0, 120, 60)
 
 
 @pytest.mark.parametrize("negatives", [5, np.column_stack([PAIRS[:, 0], (PAIRS[:, 1] + 1) % 60])])
@@ -170,14 +162,6 @@ def test_every_candidate_gains_where_queries_differ_from_documents_along_few_dir
         assert np.allclose(transform(adapter, x), x, atol=1e-6) != is_adapted
 
 
-def test_documents_in_a_memory_map_give_the_same_fit(tmp_path):
-    np.save(tmp_path / "d.npy", DOCUMENTS * 3)
-    documents = np.load(tmp_path / "d.npy", mmap_mode="r")
-    config = PairConfig("two", 0.5, train=TrainConfig(epochs=2, batch_size=32))
-    want, got = (fit_pair_path(config, QUERIES, d, PAIRS).at(1.0)[0] for d in (DOCUMENTS, documents))
-    torch.testing.assert_close(got.weight, want.weight, rtol=1e-3, atol=1e-5)
-
-
 # Folds
 
 
@@ -201,11 +185,6 @@ def test_folds_hold_out_documents(group_size):
 def test_documents_of_one_query_give_no_fold_for_known_documents():
     _, _, pairs = planted(queries_each=1)
     assert len(pair_folds(pairs, np.arange(60), np.random.default_rng(0))) == 4
-
-
-def test_one_group_of_all_documents_is_refused():
-    with pytest.raises(InputError, match="no training pair is left"):
-        pair_folds(PAIRS, np.zeros(60, int), np.random.default_rng(0))
 
 
 # Selection
@@ -238,26 +217,6 @@ def test_few_queries_keep_the_frozen_embeddings():
     assert selection.frozen and "too few queries" in selection.reason
 
 
-def test_sides():
-    assert {c.side for c in pair_candidates("auto").values()} == {"query", "both", "two"}
-    assert all({c.side for c in pair_candidates(side).values()} == {side} for side in SIDES)
-
-
-def test_configurations_that_contradict_themselves_are_refused():
-    for side, shrinkage, train in (
-        ("query", 0.5, None),
-        ("both", None, None),
-        ("both", 0.5, TrainConfig()),
-        ("x", 1, None),
-    ):
-        with pytest.raises(InputError):
-            PairConfig(side, shrinkage, train=train)
-    with pytest.raises(InputError):
-        pair_candidates("left")
-    with pytest.raises(InputError, match="two queries"):
-        fit_pair_path(PAIR_CANDIDATES["query"], QUERIES, DOCUMENTS, [(0, 0)])
-
-
 def test_with_one_pair_the_frozen_embeddings_are_selected():
     assert PairAdapter().fit(QUERIES, DOCUMENTS, PAIRS[:1]).frozen_
 
@@ -278,8 +237,10 @@ def test_saved_and_loaded(fitted, tmp_path):
     table = evaluate_pairs(loaded, QUERIES, DOCUMENTS, PAIRS)
     assert table.equals(evaluate_pairs(fitted, QUERIES, DOCUMENTS, PAIRS))
     (tmp_path / "a" / "adapter.documents.safetensors").unlink()
-    with pytest.raises(InputError, match="adapter.documents.safetensors"):
+    with pytest.raises(InputError, match="documents"):
         PairAdapter.load(tmp_path / "a")
+    with pytest.raises(InputError, match="statistics"):
+        fitted.save(tmp_path / "b", statistics=True)
     with pytest.raises(InputError, match="PairAdapter.load"):
         EmbeddingAdapter.load(tmp_path / "a")
 
@@ -302,50 +263,8 @@ def test_sides_of_two_adapters_cannot_be_swapped(fitted, tmp_path):
     queries.write_bytes(documents.read_bytes())
     documents.write_bytes(other)
     assert queries.read_bytes() != other  # else nothing was swapped
-    with pytest.raises(InputError, match="describes other weights"):
+    with pytest.raises(InputError, match="save all files"):
         PairAdapter.load(tmp_path / "a")
-
-
-def test_statistics_of_pairs_cannot_be_saved(fitted, tmp_path):
-    with pytest.raises(InputError, match="statistics"):
-        fitted.save(tmp_path / "a", statistics=True)
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_refused_adapter_changes_nothing():
-    rng = np.random.default_rng(0)
-    x = normalize(rng.normal(size=(40, 8)))
-    adapter = PairAdapter(max_unseen_loss=0.0).fit(x, x, np.column_stack([np.arange(40), np.arange(40)]))
-    assert adapter.frozen_
-    np.testing.assert_allclose(adapter.transform_queries(x), x, atol=1e-6)
-    np.testing.assert_allclose(adapter.transform_documents(x), x, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "change, word",
-    [
-        ({"pairs": PAIRS + [0, 60, 0]}, "document"),
-        ({"pairs": PAIRS * [1, 1, 0]}, "grade"),
-        ({"pairs": PAIRS[:, :1]}, "shape"),
-        ({"pairs": PAIRS[:1], "side": "both", "max_unseen_loss": None}, "queries"),
-        ({"pairs": [(0, 3), (1, 3)], "side": "both", "max_unseen_loss": None}, "documents"),
-        ({"documents": np.ones_like(DOCUMENTS)}, "documents"),
-        ({"documents": DOCUMENTS[:, :8]}, "features"),
-        ({"queries": QUERIES * 0}, "norm"),
-        ({"side": "left"}, "side"),
-        ({"groups": [0, 1]}, "groups"),
-        ({"negatives": "hard"}, "pairs|negatives"),
-        ({"negatives": 5, "side": "both"}, "negatives"),
-        ({"groups": np.arange(len(DOCUMENTS)), "side": "two", "max_unseen_loss": None}, "groups"),
-        ({"max_unseen_loss": None}, "side"),
-        ({"max_unseen_loss": -1}, "max_unseen_loss"),
-    ],
-)
-def test_wrong_input_is_refused(change, word):
-    given = dict(queries=QUERIES, documents=DOCUMENTS, pairs=PAIRS) | change
-    params = {name: given.pop(name) for name in ("side", "max_unseen_loss") if name in given}
-    with pytest.raises(InputError, match=word):
-        PairAdapter(**params).fit(**given)
 
 
 def test_a_fit_that_fails_leaves_the_earlier_one():
@@ -354,6 +273,14 @@ def test_a_fit_that_fails_leaves_the_earlier_one():
     with pytest.raises(InputError):
         adapter.fit(QUERIES[:, :8], DOCUMENTS, PAIRS)
     np.testing.assert_array_equal(adapter.transform_queries(QUERIES), before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"side": "two", "max_unseen_loss": None}], ids=["selected", "two"])
+def test_a_memory_map_gives_the_same_fit(tmp_path, settings):
+    np.save(tmp_path / "d.npy", DOCUMENTS)
+    mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
+    of_array, of_map = (PairAdapter(**settings).fit(QUERIES, d, PAIRS) for d in (DOCUMENTS, mapped))
+    assert of_array.fingerprint_ == of_map.fingerprint_ and of_array.data_fingerprint_ == of_map.data_fingerprint_
 
 
 def test_a_side_can_be_fitted_without_comparison():
@@ -374,15 +301,6 @@ def test_evaluation_tells_known_from_new_documents(fitted):
     assert counts == {"all": 70, "known documents": 50, "new documents": 20, "fitted queries": 50}
     assert (table.low <= table.change).all() and (table.change <= table.high).all()
     np.testing.assert_allclose(table.adapted - table.frozen, table.change)
-
-
-def test_evaluation_of_the_other_kind_is_refused(fitted):
-    with pytest.raises(InputError, match="evaluate_pairs"):
-        evaluate(fitted, QUERIES, PAIRS[:, 1])
-    with pytest.raises(InputError, match="PairAdapter"):
-        evaluate_pairs(
-            EmbeddingAdapter("wccn", max_unseen_loss=None).fit(QUERIES, PAIRS[:, 1]), QUERIES, DOCUMENTS, PAIRS
-        )
 
 
 def test_examples_are_the_queries_that_lose_and_gain_most():
@@ -430,15 +348,5 @@ def test_the_summary_says_what_to_do():
         "Few queries (8 for new documents): the interval may be too narrow."
     )
     assert summary(("fitted queries", 90, 13.1, 9.9, 16.8)).startswith("All these queries were fitted on")
-    with pytest.raises(InputError, match="one of evaluate_pairs with k=10"):
-        module.pairs_summary(pd.DataFrame({"a": [1]}))
-
-
-@pytest.mark.parametrize("confidence", (0.999, 1.0, 0, "a"))
-def test_confidence_lies_between_0_and_1(confidence):
-    adapter = PairAdapter(side="both", max_unseen_loss=None).fit(QUERIES, DOCUMENTS, PAIRS)
-    if confidence == 0.999:
-        assert len(evaluate_pairs(adapter, QUERIES, DOCUMENTS, PAIRS, confidence=confidence))
-    else:
-        with pytest.raises(InputError):
-            evaluate_pairs(adapter, QUERIES, DOCUMENTS, PAIRS, confidence=confidence)
+    with pytest.raises(InputError, match="k=10"):
+        module.pairs_summary(pd.DataFrame({"measure": ["ndcg@5"]}))
