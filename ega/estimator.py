@@ -525,7 +525,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self.cv_results_ = selection.cv_results
         self.frozen_ = selection.frozen
         self.adapter_ = adapter
-        self.statistics_ = statistics and statistics._relabel(by_number[statistics.classes])
+        self.statistics_ = statistics and statistics.relabel(by_number[statistics.classes])
         self.classes_ = classes
         self.n_features_in_ = self._n_features_out = rows.shape[1]
         self.fingerprint_ = adapter_fingerprint(adapter)
@@ -655,8 +655,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     def _align_classes(self, rows, labels, classes):
         "All classes, and the statistics before and of the changed rows with the same class numbers."
         changed, together = rows.statistics(labels), np.union1d(self.classes_, classes)
-        before = self.statistics_._relabel(np.searchsorted(together, self.classes_))
-        return together, before, changed._relabel(np.searchsorted(together, classes[changed.classes]))
+        before = self.statistics_.relabel(np.searchsorted(together, self.classes_))
+        return together, before, changed.relabel(np.searchsorted(together, classes[changed.classes]))
 
     def _update(self, before, after, classes, **training):
         "Follow a change of the statistics from `before` to `after`; `training`: new unit rows x and their labels y."
@@ -667,7 +667,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             self.adapter_ = update_adapter(self.selection_.config, self.adapter_, before, after, **options)
         self.fingerprint_ = adapter_fingerprint(self.adapter_)
         self.classes_ = classes[after.classes]
-        self.statistics_ = after._relabel(np.arange(len(after.classes)))
+        self.statistics_ = after.relabel(np.arange(len(after.classes)))
 
     def to_onnx(self, path: "str | Path") -> Path:
         """Export to ONNX: from rows `x` of any norm but 0 to adapted rows `z` of norm 1, both float32 (n, n_features).

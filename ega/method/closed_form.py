@@ -90,7 +90,7 @@ class ClassStatistics:
         self.classes, self.counts, self.sums = labels[total > 0], total[total > 0], total_sums[total > 0]
         return self
 
-    def _relabel(self, labels: np.ndarray) -> "ClassStatistics":
+    def relabel(self, labels: np.ndarray) -> "ClassStatistics":
         "The same statistics with the distinct labels (C,) in place of `classes`."
         order = np.argsort(labels)
         return ClassStatistics(self.d)._add(labels[order], self.counts[order], self.sums[order], self.squares)

@@ -162,7 +162,7 @@ class Trajectory(NamedTuple):
         return Trajectory(*(values[:steps] for values in self))
 
 # %% ../../nbs/method/08_theory.ipynb #recorder
-def _parameter_distance(one: nn.Module, other: nn.Module) -> float:
+def _parameter_distance(one, other):
     "||theta - theta'|| of two adapters of one architecture."
     squares = sum(((p - q) ** 2).sum() for p, q in zip(one.parameters(), other.parameters()))
     return float(squares.detach().sqrt())

@@ -50,15 +50,6 @@ def fit(objective, x, y, make=ReleasedEGA, seed=0, config=SHORT, **kw):
     return adapter, train(adapter, objective, x, y, rngs=s, config=config, device="cpu", **kw)
 
 
-def objectives(y):
-    return {
-        "batch": batch_triplet_objective(0.2),
-        "dataset": dataset_triplet_objective(0.2, index_rows_by_class(torch.as_tensor(y))),
-        "supcon": pairwise_objective(supcon),
-        "preserve": with_displacement_penalty(batch_triplet_objective(0.2), 1.0),
-    }
-
-
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_train_equals_a_plain_pytorch_loop(kind):
     "A plain loop with torch's scheduler and the same generators gives the same weights."
