@@ -170,7 +170,7 @@ def _open_parquet_matrix(path, column):
     notes = str(pack["notes"]) if pack else (field.metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
     return MatrixFile(path, n, dim, field.name, pack, tuple(_ADAPTED_BY.findall(notes)))
 
-
+# %% ../../nbs/data/04_vectors.ipynb #open-matrix
 def read_matrix(
     path: Path | str,  # .npy, .npz, .safetensors or .parquet file
     dim: int | None = None,  # required number of columns; None: any
