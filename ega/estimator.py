@@ -55,7 +55,7 @@ from ega.data.files import (
 )
 from .data.packs import row_split
 from .data.threads import limit_threads
-from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_rows, label_hits
+from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
 from .method.config import MethodConfig, config_to_dict, parse_config
@@ -88,13 +88,13 @@ class UnitRows:
         return ((first, self._a[first : first + size]) for first in range(0, len(self), size))
 
     def hashes(self, labels: np.ndarray) -> "tuple[str, np.ndarray]":
-        "SHA-256 of all rows and labels, as `hash_arrays` gives it, and `hash_rows` of the labelled rows, ascending."
+        "SHA-256 of all rows and labels, as of `hash_arrays`, and the ascending hashes of the labelled rows."
         digest, hashes = hashlib.sha256(f"{np.dtype(np.float32).str}{self.shape}".encode()), []
         for first, x in self.blocks():
             digest.update(x.data)
             known = labels[first : first + len(x)] >= 0
             if known.any():
-                hashes.append(hash_rows(x[known]))
+                hashes.append(hash_unit_rows(x[known]))
         digest.update(f"{labels.dtype.str}{labels.shape}".encode())
         digest.update(labels.data)
         ascending = np.sort(np.concatenate(hashes))  # np.unique takes many times as long
@@ -410,21 +410,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     classes_ : ndarray of shape (n_classes,)
         The classes that were fitted on, in ascending order.
     n_features_in_, feature_names_in_
-        Number of columns seen in `fit`, and their names, if X was a DataFrame with names that are texts.
+        Number of columns seen in `fit`, and their names in a DataFrame, if they are texts.
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`, `partial_fit` and `forget`.
     fit_row_hashes_ : ndarray of uint64
-        `ega.measure.evaluation.hash_rows` of the labelled rows fitted on, ascending, without repeats, by which
-        `ega.evaluate` and the report recognise these rows.
-    statistics_ : ega.method.closed_form.ClassStatistics or None
-        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None for a method that
-        is not fitted from them, and after loading an estimator that was saved without them.
-
-    See Also
-    --------
-    ega.evaluate : LP@1 before and after, on seen and unseen classes.
-    ega.PairAdapter : The same for queries and documents.
-    ega.AdaptedIndex : A search index behind an adapter.
+        Hashes of the labelled rows fitted on, by which `ega.evaluate` and the report recognise these rows.
+    statistics_ : ClassStatistics or None
+        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None without these.
 
     Notes
     -----
@@ -625,15 +617,11 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         "The class statistics; InputError where there are none, so that rows can be neither added nor removed."
         selection = self.selection_
         if not can_update(selection.config, selection.strength):
-            raise InputError(
-                f"{selection.method} at strength {selection.strength:g} has no class statistics, so it cannot be "
-                "updated: fit it again on all rows, or fit affine_nca, discriminant_whitening, or wccn at strength 1"
-            )
+            name = f"{selection.method} at strength {selection.strength:g}"
+            raise InputError(f"{name} has no class statistics, so it cannot be updated; fit it again on all rows")
         if self.statistics_ is None:
-            raise InputError(
-                "this adapter was saved without its class statistics, which partial_fit and forget need; fit it again "
-                "and save it with statistics=True (`ega fit --keep-statistics`)"
-            )
+            advice = "fit it again and save it with statistics=True (`ega fit --keep-statistics`)"
+            raise InputError(f"this adapter was saved without its class statistics, which updates need; {advice}")
         return self.statistics_
 
     def _check_changed_rows(self, X, y, unlabelled):

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .data.arrays import InputError, linear, pick_device, spawn_rngs
 from .data.packs import row_split
 from .data.threads import limit_threads
-from .measure.evaluation import hash_rows, rows_with_classmate
+from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.config import MethodConfig, build_method_config
 from .method.methods import check_loss, fit_path
@@ -210,7 +210,7 @@ def compare_on_fold(
     label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:
     "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength."
-    has_copies = len(np.unique(hash_rows(x))) < len(x)
+    has_copies = len(np.unique(hash_unit_rows(x))) < len(x)
     search_path = partial(_search_path, y=y, fold=fold, has_copies=has_copies)
 
     def frozen():
