@@ -86,12 +86,6 @@ def _encode_shard(encoder, batches, advance):
     return _Shard(np.concatenate([part for part in x if len(part)] or x[:1]), np.array(reasons, dtype=str))
 
 # %% ../../nbs/data/07_embed.ipynb #save-shard
-def _save_shard(shard, path):
-    "Write a shard atomically."
-    with atomic_write(path) as temporary, open(temporary, "wb") as f:
-        np.savez(f, **shard._asdict())
-
-
 def _load_shard(path, n):
     "Read a finished shard of n inputs; None when there is none, or a damaged one."
     try:
@@ -158,7 +152,8 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
         for shard, path, of_shard in zip(shards, paths, batches):
             if shard is None:
                 shard = _encode_shard(encoder, islice(prepared, len(of_shard)), bar.update)
-                _save_shard(shard, path)
+                with atomic_write(path) as temporary, open(temporary, "wb") as f:
+                    np.savez(f, **shard._asdict())
             yield shard
 
 # %% ../../nbs/data/07_embed.ipynb #to-embedding-set
@@ -236,8 +231,8 @@ def embed(
     folder = _open_shard_folder(path, plan, overwrite)
     shards, skipped = [], {}
     for shard in _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress):
-        names = source.ids[len(shards) * shard_rows :]
-        skipped |= {name: str(reason) for name, reason in zip(names, shard.reasons) if reason}
+        first = len(shards) * shard_rows
+        skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard.reasons) if reason}
         shards.append(shard)
         if skipped and on_error == "raise":
             name, reason = next(iter(skipped.items()))

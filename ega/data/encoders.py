@@ -114,17 +114,14 @@ class OnnxImageEncoder:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # the errors of onnxruntime share no base class
             raise InputError(f"{path}: onnxruntime cannot load it ({short_error(error)}); export it again") from error
-        shapes = [node.shape for node in self.session.get_inputs()]
-        if (
-            len(shapes) != 1
-            or len(shapes[0]) != 4
-            or (isinstance(shapes[0][2], int) and shapes[0][2] != preprocess.crop)
-        ):
+        shape, *others = [node.shape for node in self.session.get_inputs()]
+        is_other_side = len(shape) == 4 and isinstance(shape[2], int) and shape[2] != preprocess.crop
+        if others or len(shape) != 4 or is_other_side:
             raise InputError(
-                f"{path}: expected one input of images with sides of {preprocess.crop}, got shapes {shapes}; "
+                f"{path}: expected one input of images with sides of {preprocess.crop}, got {[shape, *others]}; "
                 "pass preprocess=ImagePreprocessing(resize=.., crop=..)"
             )
-        self.fixed_batch = shapes[0][0] if isinstance(shapes[0][0], int) else None
+        self.fixed_batch = shape[0] if isinstance(shape[0], int) else None
         self.preprocess, self.preprocessing = preprocess, str(preprocess)
         self.name, self.weights = name or path.stem, file_hash(path)
 

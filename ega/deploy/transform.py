@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# %% ../../nbs/deploy/01_transform.ipynb #transform-imports
 from ..data.arrays import InputError, defer_sigint, import_optional, pick_device
-from ..data.files import READ_ERRORS, check_path, file_lock, make_folder, read_json, read_npy_comment, short_error
-from ..data.packs import dequantize, open_parquet, quantize
+from ..data.files import check_path, file_lock, make_folder, read_json, read_npy_comment
+from ..data.packs import _hash_all_but_matrix, dequantize, open_parquet, quantize, read_parquet
 from ..data.threads import limit_threads, usable_cores
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint
@@ -40,12 +39,12 @@ BLOCK_BYTES = 2**24  # bytes of float32 rows that are written between two update
 class _Options(NamedTuple):
     "Settings of `transform_file`."
 
-    column: str | None  # Parquet: the column of vectors; None: code of a pack, or the only one
-    batch_size: int  # rows in a matrix product
-    dtype: str  # of the target: "float32" or "float16"
-    precision: str  # of the computation: "float32" or "bfloat16"
-    threads: int | None  # None: all cores this process may use
-    device: str | torch.device | None  # None: CUDA when there is one
+    column: str | None = None
+    batch_size: int = 1024
+    dtype: str = "float32"
+    precision: str = "float32"
+    threads: int | None = None
+    device: str | torch.device | None = None
 
 
 class TransformResult(NamedTuple):
@@ -56,17 +55,17 @@ class TransformResult(NamedTuple):
     resumed_rows: int  # rows that an earlier, interrupted call had written
     path: Path  # the target
 
-# %% ../../nbs/deploy/01_transform.ipynb #work-files
-def progress_file(
-    target: Path,  # file or folder to be made
-) -> Path:
+
+def progress_file(target: Path) -> Path:
     "Path of the progress file of a target; it exists while the target is incomplete."
     return target.with_name(target.name + ".part.json")
 
 
-def file_stat_key(
-    path: Path,  # a file
-) -> list:
+def _part_file(target):
+    return target.with_name(target.name + ".part")
+
+
+def file_stat_key(path: Path) -> list:
     "Name, size and modification time (ns) of a file, as a list that JSON can hold."
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns]
@@ -82,7 +81,7 @@ def _provenance(adapter, files, n_rows, options):
         "rows": n_rows,
     }
 
-
+# %% ../../nbs/deploy/01_transform.ipynb #read-progress
 @contextmanager
 def _atomic_replace(path):
     "Give a temporary path, always of the same name, that replaces `path` when the block succeeds."
@@ -103,41 +102,36 @@ def _write_progress(path, provenance, rows):
     with _atomic_replace(path) as temporary:
         temporary.write_text(json.dumps({"rows": rows, "provenance": provenance}))
 
-# %% ../../nbs/deploy/01_transform.ipynb #read-progress
+
 def _start(target, provenance):
     "Rows on disk from an earlier run of the same provenance; writes the progress file where there was none."
-    part, path = target.with_name(target.name + ".part"), progress_file(target)
+    part, path = _part_file(target), progress_file(target)
     if part.is_symlink() or path.is_symlink():
         raise InputError(f"{part} or {path.name} is a symbolic link; remove it")
+    rows = 0
+    if path.exists():
+        again = f"delete {part.name} and {path.name} to start again"
+        found = read_json(path, "the progress file of an earlier run", hint=again)
+        rows, earlier = found.get("rows"), found.get("provenance")
+        if type(rows) is not int or not 0 <= rows <= provenance["rows"] or not isinstance(earlier, dict):
+            raise InputError(f"{path}: expected the progress file of an earlier run; {again}")
+        if differing := [key for key in provenance if earlier.get(key) != provenance[key]]:
+            raise InputError(
+                f"{part} was started with another {' and '.join(differing)}; repeat that call to finish it, choose "
+                f"another target, or {again}"
+            )
+    for p in (target, part):
+        is_mine = path.exists() and (p == part or rows == provenance["rows"])
+        if p.exists() and not is_mine:
+            raise InputError(f"{p} exists already; remove it or choose another target")
     if not path.exists():
-        for p in (target, part):
-            if p.exists() or p.is_symlink():
-                raise InputError(f"{p} exists already; remove it or choose another target")
         make_folder(target.parent)
         _write_progress(path, provenance, 0)
-        return 0
-    again = f"delete {part.name} and {path.name} to start again"
-    found = read_json(path, "the progress file of an earlier run", hint=again)
-    rows, earlier = found.get("rows"), found.get("provenance")
-    if type(rows) is not int or not 0 <= rows <= provenance["rows"] or not isinstance(earlier, dict):
-        raise InputError(f"{path}: expected the progress file of an earlier run, got something else; {again}")
-    if differing := [key for key in provenance if earlier.get(key) != provenance[key]]:
-        raise InputError(
-            f"{part} was started with another {' and '.join(differing)}; repeat that call to finish it, choose another "
-            f"target, or {again}"
-        )
-    if target.exists() and rows < provenance["rows"]:
-        raise InputError(f"{target} exists already; remove it or choose another target")
     return rows
 
 # %% ../../nbs/deploy/01_transform.ipynb #overlap
-def _overlap(
-    blocks,  # iterator of blocks of rows
-    start_compute,  # function of a block: submits it to the workers -> outputs to wait for
-    write,  # function of such outputs: waits for them and writes them
-    check_interrupt,  # function that raises a KeyboardInterrupt that was deferred
-):
-    "Overlap reading, computing and writing: one block is read while one is computed and one is written."
+def _overlap(blocks, start_compute, write, check_interrupt):
+    "Read one block, compute one and write one at the same time; Ctrl-C is handled between blocks."
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
         reading, writing = reader.submit(next, blocks, None), None
         while (block := reading.result()) is not None:
@@ -151,19 +145,6 @@ def _overlap(
             writing.result()
 
 
-@contextmanager
-def _thread_pool(
-    n,  # threads
-):  # context: ThreadPoolExecutor
-    "A pool whose threads each compute on one core."
-    with limit_threads(most=1):  # of this thread, and of MKL in all threads
-        pool = ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-# %% ../../nbs/deploy/01_transform.ipynb #transform-batch
 def _transform_batch(adapter, device, precision, x):
     "Transform one batch of unit rows as `ega.method.adapters.transform` does."
     weight = next(adapter.parameters(), torch.empty(0))
@@ -199,153 +180,112 @@ def _truncate_part(f, header, n_bytes):
     f.seek(end)
 
 # %% ../../nbs/deploy/01_transform.ipynb #compute-rows
-def _compute_rows(
-    adapter,  # nn.Module in eval mode on its device
-    vectors,  # MatrixFile of the source
-    target,  # file to be made
-    provenance,  # dict of what it is made from
-    done,  # rows on disk already
-    options,  # _Options
-    advance,  # function called with the number of rows written
-):
-    "Compute the missing rows and append them to `<target>.part`, which is a .npy file."
+def _compute_rows(adapter, matrix, target, provenance, done, options, advance):
+    "Compute the rows that are missing behind the first `done` and append them to the part file, a .npy file."
     dtype, d, batch_size = np.dtype(options.dtype), adapter.d, options.batch_size
     device = pick_device(options.device)
     threads = 1 if device.type == "cuda" else options.threads or usable_cores()
     batches_per_block = max(threads, BLOCK_BYTES // (4 * d * batch_size))  # whole batches, counted from row 0
     transform_batch = partial(_transform_batch, adapter, device, options.precision)
-    notes = [
-        read_npy_comment(vectors.path) if vectors.path.suffix == ".npy" else "",
-        _adapter_note(adapter, provenance),
-    ]
-    header = _npy_header(vectors.n, d, dtype, "; ".join(filter(None, notes)))
-    part = target.with_name(target.name + ".part")
+    earlier_note = read_npy_comment(matrix.path) if matrix.path.suffix == ".npy" else ""
+    note = "; ".join(filter(None, [earlier_note, _adapter_note(adapter, provenance)]))
+    header = _npy_header(matrix.n, d, dtype, note)
 
-    with defer_sigint() as check_interrupt, open(part, "r+b") as f, _thread_pool(threads) as pool:
+    def start_compute(x):
+        batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
+        return len(x), pool.map(transform_batch, batches)
+
+    def write(computed):
+        nonlocal done
+        n, outputs = computed
+        for z in outputs:
+            f.write(z.astype(dtype, copy=False).data)
+        f.flush()
+        os.fsync(f.fileno())
+        done += n
+        _write_progress(progress_file(target), provenance, done)
+        advance(n)
+
+    one_core = dict(initializer=torch.set_num_threads, initargs=(1,))  # of each thread; and of MKL in all threads:
+    with limit_threads(most=1), defer_sigint() as check_interrupt, open(_part_file(target), "r+b") as f:
         _truncate_part(f, header, done * d * dtype.itemsize)
-
-        def start_compute(x):
-            batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
-            return len(x), pool.map(transform_batch, batches)
-
-        def write(computed):
-            nonlocal done
-            n, outputs = computed
-            for z in outputs:
-                f.write(z.astype(dtype, copy=False).data)
-            f.flush()
-            os.fsync(f.fileno())
-            done += n
-            _write_progress(progress_file(target), provenance, done)
-            advance(n)
-
-        blocks = vectors.unit_blocks(done, batch_size * batches_per_block)
-        _overlap(blocks, start_compute, write, check_interrupt)
+        with ThreadPoolExecutor(threads, **one_core) as pool:
+            blocks = matrix.unit_blocks(done, batch_size * batches_per_block)
+            _overlap(blocks, start_compute, write, check_interrupt)
 
 # %% ../../nbs/deploy/01_transform.ipynb #pack-hashes
-def _pack_hashes(
-    path,  # pack with the ids, splits and labels
-    metadata,  # dict of the pack; its own hashes are ignored
-    shape,  # (n, d) of the matrix
-    blocks,  # iterator of (m, d) float32: the decoded matrix
-):  # sha256, sha256_rest
-    "The two hashes of a pack, computed block by block."
-    matrix = hashlib.sha256(f"{np.dtype(np.float32).str}{shape}".encode())
+def _pack_hashes(path, metadata, shape, blocks):
+    "The two hashes of a pack whose matrix comes in blocks."
+    matrix = hashlib.sha256(f"{np.dtype(np.float32).str}{shape}".encode())  # as `hash_arrays` begins
     for x in blocks:
         matrix.update(np.ascontiguousarray(x).data)
-    rest = hashlib.sha256(b"[")
-    for column in ("id", "split"):
-        separator = "["
-        for table in iter_tables(path, [column], 0, 2**16):
-            values = json.dumps(table[column].to_pylist(), ensure_ascii=False)
-            rest.update((separator + values[1:-1]).encode())
-            separator = ", "
-        rest.update(b"], ")
-    hashed = {k: v for k, v in sorted(metadata.items()) if k != "sha256_rest"}
-    hashed["sha256"] = matrix.hexdigest()
-    rest.update((json.dumps(hashed, ensure_ascii=False) + "]").encode())
-    for table in iter_tables(path, ["label"], 0, 2**20):
-        rest.update(table["label"].to_numpy().astype("<i8").tobytes())
-    return matrix.hexdigest(), rest.hexdigest()
+    t = read_parquet(path, ["id", "split", "label"])
+    metadata = metadata | {"sha256": matrix.hexdigest()}
+    ids, splits = t["id"].to_pylist(), t["split"].to_pylist()
+    return metadata["sha256"], _hash_all_but_matrix(ids, t["label"].to_numpy(), splits, metadata)
 
 
-def _verify_pack(vectors, d):
-    "Raise `InputError` when a pack does not match its own hashes."
-    try:
-        found = _pack_hashes(vectors.path, vectors.pack, (vectors.n, d), vectors.blocks(0, 2**14))
-    except InputError:
-        raise
-    except READ_ERRORS as error:
-        raise InputError(
-            f"{vectors.path}: expected the columns of a pack ({short_error(error)}); write the file with ega.write_pack"
-        ) from error
-    for key, value in zip(("sha256", "sha256_rest"), found):
-        if value != vectors.pack[key]:
-            raise InputError(
-                f"{vectors.path}: {key} should be {str(vectors.pack[key])[:12]}.., the file gives {value[:12]}..; "
-                "it was changed after writing: copy or embed it again"
-            )
-
-# %% ../../nbs/deploy/01_transform.ipynb #target-schema
-def _target_schema(vectors, adapter, provenance, options, part):
+def _target_schema(matrix, adapter, provenance, options, part):
     "Schema of the source with the type of the column of vectors and the metadata changed."
     import pyarrow as pa
 
-    schema, note = open_parquet(vectors.path).schema_arrow, _adapter_note(adapter, provenance)
-    i = schema.get_field_index(vectors.column)
+    schema, note = open_parquet(matrix.path).schema_arrow, _adapter_note(adapter, provenance)
+    i = schema.get_field_index(matrix.column)
     of_column = dict(schema.field(i).metadata or {})
     metadata = {k: v for k, v in (schema.metadata or {}).items() if k not in (b"ega", b"ARROW:schema")}
-    if old := vectors.pack:
+    if old := matrix.pack:
         notes = "; ".join(filter(None, [old["notes"], f"{note}, from the matrix {old['sha256'][:16]}"]))
-        pack = old | {"dtype": options.dtype, "notes": notes, "sha256": "", "sha256_rest": ""}
-        blocks = MatrixFile(part, vectors.n, adapter.d).blocks()
+        pack = old | {"dtype": options.dtype, "notes": notes}
+        blocks = MatrixFile(part, matrix.n, adapter.d).blocks()
         decoded = (dequantize(*quantize(z.astype(np.float32), options.dtype)) for z in blocks)
-        pack["sha256"], pack["sha256_rest"] = _pack_hashes(vectors.path, pack, (vectors.n, adapter.d), decoded)
+        pack["sha256"], pack["sha256_rest"] = _pack_hashes(matrix.path, pack, (matrix.n, adapter.d), decoded)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
     else:
         earlier = of_column.get(b"ega_adapted")
         of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `read_matrix` reads it
     item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
-    field = pa.field(vectors.column, pa.list_(item, adapter.d), nullable=False, metadata=of_column)
+    field = pa.field(matrix.column, pa.list_(item, adapter.d), nullable=False, metadata=of_column)
     return schema.set(i, field).with_metadata(metadata)
 
-# %% ../../nbs/deploy/01_transform.ipynb #write-parquet
-def _write_parquet(vectors, adapter, target, part, provenance, options):
-    "Write the Parquet target from the other columns of the source and the new rows."
+
+def _write_parquet(matrix, adapter, target, provenance, options):
+    "Write the Parquet target from the other columns of the source and the rows of the part file."
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _target_schema(vectors, adapter, provenance, options, part)
+    part = _part_file(target)
+    schema = _target_schema(matrix, adapter, provenance, options, part)
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
     size = max(1, BLOCK_BYTES // (4 * adapter.d))
-    tables = iter_tables(vectors.path, None, 0, size)
-    blocks = MatrixFile(part, vectors.n, adapter.d).blocks(0, size)
+    blocks = MatrixFile(part, matrix.n, adapter.d).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
-        for table, z in zip(tables, blocks, strict=True):
+        for table, z in zip(iter_tables(matrix.path, None, 0, size), blocks, strict=True):
             new = {}
-            if vectors.pack:
+            if matrix.pack:
                 z, scale = quantize(z.astype(np.float32), options.dtype)
                 new["scale"] = pa.array(scale)
-            kind = schema.field(vectors.column).type
-            new[vectors.column] = pa.FixedSizeListArray.from_arrays(pa.array(z.ravel()), type=kind)
+            kind = schema.field(matrix.column).type
+            new[matrix.column] = pa.FixedSizeListArray.from_arrays(pa.array(z.ravel()), type=kind)
             columns = [new.get(f.name, table.column(i)) for i, f in enumerate(schema)]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
 # %% ../../nbs/deploy/01_transform.ipynb #transform-one
-def _transform_one(adapter, vectors, target, options, advance):
+def _transform_one(adapter, matrix, target, options, advance):
     "Transform one file, or resume it; returns the rows that an earlier run had written."
-    part, progress = target.with_name(target.name + ".part"), progress_file(target)
-    provenance = _provenance(adapter, [vectors.path], vectors.n, options)
-    if vectors.pack and not progress.exists():
-        _verify_pack(vectors, adapter.d)
+    part, progress = _part_file(target), progress_file(target)
+    provenance = _provenance(adapter, [matrix.path], matrix.n, options)
+    if matrix.pack and not progress.exists():
+        found = _pack_hashes(matrix.path, matrix.pack, (matrix.n, adapter.d), matrix.blocks())
+        if found != (matrix.pack["sha256"], matrix.pack["sha256_rest"]):
+            raise InputError(f"{matrix.path}: this pack was changed after writing; copy or embed it again")
     done = _start(target, provenance)
     advance(done, resumed=True)
     if not target.exists():
         part.touch()
         with file_lock(part):
             try:
-                _compute_rows(adapter, vectors, target, provenance, done, options, advance)
+                _compute_rows(adapter, matrix, target, provenance, done, options, advance)
             except InputError:  # a row of the source is bad
                 if not json.loads(progress.read_text())["rows"]:
                     part.unlink()
@@ -357,33 +297,23 @@ def _transform_one(adapter, vectors, target, options, advance):
             if target.suffix == ".npy":
                 part.replace(target)
             else:
-                _write_parquet(vectors, adapter, target, part, provenance, options)
+                _write_parquet(matrix, adapter, target, provenance, options)
     part.unlink(missing_ok=True)
     progress.unlink(missing_ok=True)  # last, because without it the part file could not be identified
     return done
 
-# %% ../../nbs/deploy/01_transform.ipynb #shards
-def _open_shards(source, dim, column):
-    "Open every file of a folder, sorted by name, so that a bad one is found before anything is computed."
-    files = sorted(f for f in source.iterdir() if f.name[0] not in "._")  # skips _SUCCESS and hidden files
-    if not files or any(f.suffix not in (".npy", ".parquet") for f in files):
-        raise InputError(
-            f"{source}: expected .npy and .parquet files, found {', '.join(f.name for f in files) or 'none'}"
-        )
-    return [read_matrix(f, dim, column if f.suffix == ".parquet" else None) for f in files]
 
-
-def _transform_shard(adapter, vectors, target, options, advance):
+def _transform_shard(adapter, matrix, target, options, advance):
     "Transform one file of a folder unless it is complete; returns the rows that an earlier run had written."
     if not target.exists() or progress_file(target).exists():
-        return _transform_one(adapter, vectors, target, options, advance)
-    advance(vectors.n, resumed=True)
-    return vectors.n
+        return _transform_one(adapter, matrix, target, options, advance)
+    advance(matrix.n, resumed=True)
+    return matrix.n
 
 
 def _transform_folder(adapter, shards, target, options, transform_all):
     "Transform the files of a folder into `<target>.part`; returns the rows that an earlier run had written."
-    part, progress = target.with_name(target.name + ".part"), progress_file(target)
+    part, progress = _part_file(target), progress_file(target)
     n_rows = sum(shard.n for shard in shards)
     provenance = _provenance(adapter, [shard.path for shard in shards], n_rows, options)
     _start(target, provenance)
@@ -402,39 +332,30 @@ def _transform_folder(adapter, shards, target, options, transform_all):
     progress.unlink()
     return resumed
 
-# %% ../../nbs/deploy/01_transform.ipynb #check-arguments
+# %% ../../nbs/deploy/01_transform.ipynb #transform-file-2
 def _prepare(adapter, source, target, options):
     "The adapter in eval mode on its device, and the files of the source, after a check of all arguments."
     if options.dtype not in ("float32", "float16") or options.precision not in ("float32", "bfloat16"):
         raise InputError("expected dtype float32 or float16, and precision float32 or bfloat16")
-    if options.batch_size < 1 or (options.threads is not None and options.threads < 1):
-        raise InputError("batch_size and threads must be at least 1")
-    if not source.exists():
-        raise InputError(f"{source}: no such file or folder; expected .npy, .parquet or a folder of them")
-    if source.is_file() and source.suffix not in (".npy", ".parquet"):
-        raise InputError(f"{source}: expected .npy, .parquet or a folder of them; save the matrix with np.save")
-    if source.is_file() and source.suffix != target.suffix:
+    one_file = not source.is_dir()
+    files = [source] if one_file else sorted(f for f in source.iterdir() if f.name[0] not in "._")  # skips _SUCCESS
+    if not files or any(f.suffix not in (".npy", ".parquet") for f in files):
+        raise InputError(f"{source}: expected a .npy or .parquet file, or a folder of nothing else")
+    if one_file and source.suffix != target.suffix:
         raise InputError(f"target must end in {source.suffix}, as the source does, got {target.name}")
-    inside = source.resolve(), target.resolve()
-    if inside[0] == inside[1] or inside[1] in inside[0].parents or (source.is_dir() and inside[0] in inside[1].parents):
+    inner, outer = target.resolve(), source.resolve()
+    if inner == outer or inner in outer.parents or outer in inner.parents:
         raise InputError(f"target must lie outside of the source, got {target}; choose another")
     module = copy.deepcopy(as_module(adapter)).to(pick_device(options.device)).eval()
-    one_file = not source.is_dir()
-    shards = (
-        [read_matrix(source, module.d, options.column)] if one_file else _open_shards(source, module.d, options.column)
-    )
+    shards = [read_matrix(f, module.d, options.column if one_file or f.suffix == ".parquet" else None) for f in files]
     for shard in shards:
         check_not_adapted(shard)
     return module, shards
 
 
 @contextmanager
-def progress_bar(
-    total,  # rows
-    show=True,  # False: print nothing
-    text=None,  # in front of the bar
-):  # function of the number of rows that were written
-    "Show a progress bar over rows while a `with` block runs."
+def progress_bar(total: int | None, show: bool = True, text: str | None = None) -> Iterator[Any]:
+    "Show a progress bar over rows while a `with` block runs, which gets a function of the number of rows written."
     from tqdm import tqdm
 
     options = dict(desc=text, unit="row", unit_scale=True, dynamic_ncols=True, disable=not show)
@@ -447,78 +368,25 @@ def progress_bar(
 
         yield advance
 
-# %% ../../nbs/deploy/01_transform.ipynb #transform-file-2
+
 def transform_file(
-    adapter: Any,
-    source: str | Path,
-    target: str | Path,
+    adapter: Any,  # what `ega.method.interface.as_module` accepts: a module, an estimator, a path, a square matrix
+    source: str | Path,  # .npy or .parquet file of rows of any norm but 0, a pack, or a folder of such files
+    target: str | Path,  # file of the same format, or a folder; it must not exist
     *,
-    column: str | None = None,
-    batch_size: int = 1024,
-    dtype: str = "float32",
-    precision: str = "float32",
-    threads: int | None = None,
-    device: str | torch.device | None = None,
-    progress: bool = False,
+    column: str | None = None,  # Parquet: the column of vectors; None: `code` of a pack, or the only one
+    batch_size: int = 1024,  # rows in a matrix product
+    dtype: str = "float32",  # of the target: "float32" or "float16"
+    precision: str = "float32",  # of the computation: "float32" or "bfloat16", with autocast
+    threads: int | None = None,  # on a CPU; None: all cores this process may use
+    device: str | torch.device | None = None,  # None: CUDA when there is one
+    progress: bool = False,  # show a bar with rate and remaining time
 ) -> TransformResult:
     """Transform stored vectors in bounded memory; an interrupted call resumes.
 
-    Parameters
-    ----------
-    adapter : adapter, estimator, path or square matrix
-        Anything `ega.method.interface.as_adapter` accepts that is a module or has a square matrix. It is not changed.
-    source : str or Path
-        A ``.npy`` or ``.parquet`` file with n rows of d numbers, a pack, or a folder of them. Rows of any norm but 0
-        are brought to norm 1.
-    target : str or Path
-        File of the same format, or a folder. It must not exist.
-    column : str, optional
-        Parquet only: the column of vectors. By default ``code`` of a pack, or the only column of float lists.
-    batch_size : int, default 1024
-        Rows in a matrix product.
-    dtype : {"float32", "float16"}, default "float32"
-        Type of the numbers in the target.
-    precision : {"float32", "bfloat16"}, default "float32"
-        Precision of the computation; "bfloat16" uses autocast.
-    threads : int, optional
-        Threads on a CPU. By default, all cores this process may use.
-    device : str or torch.device, optional
-        By default, CUDA when there is one.
-    progress : bool, default False
-        Show a bar with rate and remaining time.
-
-    Returns
-    -------
-    TransformResult
-        ``rows``, ``seconds`` of this call, ``resumed_rows`` that an earlier call had written, ``path``.
-
-    Raises
-    ------
-    InputError
-        If a file cannot be read, a row is not finite or has norm 0 (the message has its number), the target exists,
-        an unfinished target was started with other inputs, or the source records that an adapter was applied to it.
-    OSError
-        If writing fails. The rows written so far are kept.
-
-    Notes
-    -----
-    Memory is a few times `BLOCK_BYTES`, whatever n is. Rows have the bits of `ega.method.adapters.transform` in batches
-    of the same size, on a CPU for any number of threads. Columns other than the vectors are copied. The target records
-    the adapter: a pack in its notes, another Parquet file in the metadata of the column, a .npy file in its header.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> import numpy as np
-    >>> from ega.method.adapters import LinearAdapter
-    >>> from ega.deploy.transform import transform_file
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     np.save(Path(folder) / "x.npy", np.eye(4, dtype="float32"))
-    ...     result = transform_file(LinearAdapter(4), Path(folder) / "x.npy", Path(folder) / "z.npy", device="cpu")
-    ...     z = np.load(result.path)
-    >>> result.rows, result.resumed_rows, z.shape
-    (4, 0, (4, 4))
+    Rows have the bits of `ega.method.adapters.transform` in batches of the same size, on a CPU for any number of
+    threads. Columns other than the vectors are copied. The target records the adapter, and a source that records one
+    is refused. If writing fails, the rows written so far are kept.
     """
     started = time.monotonic()
     options = _Options(column, batch_size, dtype, precision, threads, device)
@@ -538,10 +406,8 @@ def transform_file(
 
 # %% ../../nbs/deploy/01_transform.ipynb #cluster
 @contextmanager
-def ray_cluster(
-    address: str | None,  # of a Ray cluster; None: the one that is connected, or a local one for this call
-) -> Iterator[ModuleType]:
-    "Connect to a Ray cluster for the duration of the block; gives the module `ray`."
+def ray_cluster(address: str | None) -> Iterator[ModuleType]:
+    "Connect to a Ray cluster; None: the one that is connected, or a local one for this block. Gives the module `ray`."
     ray = import_optional("ray", "ray")
     connect = not ray.is_initialized()
     if connect:
@@ -566,23 +432,18 @@ def transform_ray(
     source: str | Path,  # folder of .npy and .parquet files that all machines can reach
     target: str | Path,  # folder to be made beside it
     *,
-    address: str | None = None,  # of a Ray cluster; None: the one that is connected, or a local one for this call
-    column: str | None = None,  # as in transform_file
-    batch_size: int = 1024,  # as in transform_file
-    dtype: str = "float32",  # as in transform_file
-    precision: str = "float32",  # as in transform_file
+    address: str | None = None,  # of a Ray cluster, see `ray_cluster`
     threads: int = 1,  # processors of a task
-    device: str | torch.device | None = None,  # None: CUDA where a task has one
     progress: bool = False,  # show the bars of Ray
+    **options: Any,  # column, batch_size, dtype, precision and device, as in transform_file
 ) -> TransformResult:
     "Transform a folder as `transform_file` does, one file per task, on all machines of a Ray cluster."
     started = time.monotonic()
-    options = _Options(column, batch_size, dtype, precision, threads, device)
+    settings = _Options(threads=threads, **options)
     source, target = check_path(source, "source"), check_path(target, "target")
     if not source.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")
-    module, shards = _prepare(adapter, source, target, options)
-    adapter_path = str(Path(adapter).resolve())
+    module, shards = _prepare(adapter, source, target, settings)
 
     def transform_all(folder):
         data = import_optional("ray.data", "ray")
@@ -590,9 +451,10 @@ def transform_ray(
         paths = [(shard.path.resolve(), (folder / shard.path.name).resolve()) for shard in shards]
         items = [{"source": str(source), "target": str(target)} for source, target in paths]
         tasks = data.from_items(items, override_num_blocks=len(items))
-        results = tasks.map(_ray_transform_shard, fn_args=(adapter_path, options), num_cpus=threads)
+        arguments = (str(Path(adapter).resolve()), settings)
+        results = tasks.map(_ray_transform_shard, fn_args=arguments, num_cpus=threads)
         return sum(row["resumed_rows"] for row in results.take_all(len(items)))
 
     with ray_cluster(address):
-        resumed = _transform_folder(module, shards, target, options, transform_all)
+        resumed = _transform_folder(module, shards, target, settings, transform_all)
     return TransformResult(sum(shard.n for shard in shards), time.monotonic() - started, resumed, target)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab05
-from ..data.arrays import InputError, check_installed, import_optional, optional_class, short_repr
+from ..data.arrays import InputError, check_installed, import_optional, optional_class
 from ..method.interface import as_adapter
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab07
@@ -26,39 +26,15 @@ class _Sides:
     def query(self, vector):
         return self.adapter.queries.transform([vector])[0].tolist()
 
-
-def _check_wrapped(value, kind, package):
-    "Refuse what is no object of a class of a framework."
-    if not isinstance(value, kind):
-        raise InputError(f"expected an object of {package}, got {short_repr(value)}; wrap the encoder in such a class")
-
 # %% ../../nbs/deploy/04_wrappers.ipynb #67f12b6f
 _Embeddings: Any = optional_class("langchain_core.embeddings", "Embeddings")
 
 
 class AdaptedEmbeddings(_Embeddings):
-    """LangChain embeddings behind an adapter.
+    "LangChain embeddings, made by the encoder that an adapter was fitted on, behind the adapter."
 
-    Parameters
-    ----------
-    embeddings : langchain_core.embeddings.Embeddings
-        Makes the frozen embeddings, with the encoder that the adapter was fitted on.
-    adapter : EmbeddingAdapter, path or other adapter
-        Anything `ega.method.interface.as_adapter` accepts, such as a fitted `EmbeddingAdapter` or its folder.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from langchain_core.embeddings import DeterministicFakeEmbedding
-    >>> from ega.deploy.wrappers import AdaptedEmbeddings
-    >>> adapted = AdaptedEmbeddings(DeterministicFakeEmbedding(size=4), np.diag([3.0, 1.0, 1.0, 1.0]))
-    >>> len(adapted.embed_query("a question")), len(adapted.embed_documents(["a text", "another"]))
-    (4, 2)
-    """
-
-    def __init__(self, embeddings: Any, adapter: Any):
+    def __init__(self, embeddings: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
         check_installed("langchain_core", extra="langchain")
-        _check_wrapped(embeddings, _Embeddings, "langchain_core.embeddings.Embeddings")
         self.embeddings, self._sides = embeddings, _Sides(adapter)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -82,31 +58,13 @@ _BaseEmbedding: Any = optional_class("llama_index.core.base.embeddings.base", "B
 
 
 class AdaptedEmbedding(_BaseEmbedding):
-    """Embedding of LlamaIndex behind an adapter.
-
-    Parameters
-    ----------
-    embedding : llama_index.core.base.embeddings.base.BaseEmbedding
-        Makes the frozen embeddings, with the encoder that the adapter was fitted on.
-    adapter : EmbeddingAdapter, path or other adapter
-        Anything `ega.method.interface.as_adapter` accepts, such as a fitted `EmbeddingAdapter` or its folder.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from llama_index.core import MockEmbedding
-    >>> from ega.deploy.wrappers import AdaptedEmbedding
-    >>> adapted = AdaptedEmbedding(MockEmbedding(embed_dim=4), np.diag([3.0, 1.0, 1.0, 1.0]))
-    >>> len(adapted.get_query_embedding("a question")), len(adapted.get_text_embedding_batch(["a text", "another"]))
-    (4, 2)
-    """
+    "Embedding of LlamaIndex, made by the encoder that an adapter was fitted on, behind the adapter."
 
     _embedding: Any
     _sides: Any
 
-    def __init__(self, embedding: Any, adapter: Any):
+    def __init__(self, embedding: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
         check_installed("llama_index", extra="llamaindex")
-        _check_wrapped(embedding, _BaseEmbedding, "llama_index.core.base.embeddings.base.BaseEmbedding")
         sides = _Sides(adapter)
         name = f"{embedding.model_name}, adapted by {sides.adapter.fingerprint[:16]}"
         super().__init__(model_name=name, embed_batch_size=embedding.embed_batch_size)
@@ -140,39 +98,16 @@ _EmbeddingFunction: Any = optional_class("chromadb", "EmbeddingFunction")
 
 
 class AdaptedEmbeddingFunction(_EmbeddingFunction):
-    """Embedding function of Chroma behind an adapter.
+    "Embedding function of Chroma, made by the encoder that an adapter was fitted on, behind the adapter."
 
-    Parameters
-    ----------
-    function : chromadb.EmbeddingFunction
-        Makes the frozen embeddings, with the encoder that the adapter was fitted on.
-    adapter : path
-        Folder of a saved `EmbeddingAdapter`, or a file of `ega.method.adapters.save_adapter`; Chroma stores the path.
-    fingerprint : str, optional
-        Fingerprint that the adapter must have. If it is given, the adapter is read when the first text is embedded.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> from tempfile import mkdtemp
-    >>> import numpy as np
-    >>> from chromadb import EmbeddingFunction
-    >>> from ega.method.adapters import LinearAdapter, save_adapter
-    >>> from ega.deploy.wrappers import AdaptedEmbeddingFunction
-    >>> class Lengths(EmbeddingFunction):
-    ...     def __init__(self): ...
-    ...     def __call__(self, input): return [np.array([len(text), 1.0]) for text in input]
-    >>> path = save_adapter(LinearAdapter(2), Path(mkdtemp()) / "adapter.safetensors")
-    >>> AdaptedEmbeddingFunction(Lengths(), path)(["a text"])[0].round(2).tolist()
-    [0.9900000095367432, 0.1599999964237213]
-    """
-
-    def __init__(self, function: Any, adapter: "Path | str", *, fingerprint: str | None = None):
+    def __init__(
+        self,
+        function: Any,
+        adapter: Path | str,  # its folder or file, because Chroma stores the path
+        *,
+        fingerprint: str | None = None,  # that it must have; it is read when the first text is embedded
+    ):
         check_installed("chromadb", extra="chroma")
-        if isinstance(function, type) or not callable(function) or not hasattr(function, "embed_query"):
-            raise InputError(f"function must be an embedding function of Chroma, got {short_repr(function)}")
-        if not isinstance(adapter, (str, Path)):
-            raise InputError("adapter must be the folder of a saved adapter, because Chroma stores its path")
         self.function, self.adapter, self.fingerprint = function, str(Path(adapter).resolve()), fingerprint
         self._read: Any = None
         if fingerprint is None:
@@ -208,12 +143,12 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         return {"function": inner, "adapter": self.adapter, "fingerprint": self.fingerprint}
 
     @staticmethod
-    def build_from_config(config: "dict[str, Any]") -> "AdaptedEmbeddingFunction":
+    def build_from_config(config: dict[str, Any]) -> "AdaptedEmbeddingFunction":
         "The function that `get_config` described."
         build = import_optional("chromadb.utils.embedding_functions", "chroma").config_to_embedding_function
         return AdaptedEmbeddingFunction(build(config["function"]), config["adapter"], fingerprint=config["fingerprint"])
 
-    def validate_config_update(self, old_config: "dict[str, Any]", new_config: "dict[str, Any]") -> None:
+    def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
         "Refuse a configuration with another adapter than the one the collection was filled with."
         _check_same_adapter(old_config["fingerprint"], new_config["fingerprint"])
 
@@ -222,8 +157,8 @@ def _check_same_adapter(filled_with, fingerprint):
     "Refuse another adapter than the one a collection was filled with."
     if filled_with != fingerprint:
         raise InputError(
-            f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}; vectors of "
-            "different adapters cannot be compared: use the former adapter, or fill a new collection"
+            f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}; use the "
+            "former adapter, or fill a new collection: vectors of different adapters cannot be compared"
         )
 
 
@@ -233,12 +168,8 @@ if _EmbeddingFunction is not object:
     )
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #open-collection
-def open_collection(
-    client: Any,  # client of Chroma
-    name: str,  # of an existing collection
-    function: AdaptedEmbeddingFunction,
-) -> Any:  # the collection
-    "Open a collection with an embedding function, and raise `InputError` if it was filled with another adapter."
+def open_collection(client: Any, name: str, function: AdaptedEmbeddingFunction) -> Any:
+    "Open an existing collection of Chroma, and raise `InputError` if it was filled with another adapter."
     stored = client.get_collection(name).configuration_json.get("embedding_function") or {}
     if stored.get("name") not in (None, AdaptedEmbeddingFunction.name()):
         raise InputError(

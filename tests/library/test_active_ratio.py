@@ -32,26 +32,16 @@ def test_class_index_against_search(seed):
         assert torch.equal(i.rank_in_class[rows], torch.arange(len(rows))) and (i.class_id[rows] == c).all()
 
 
-@pytest.mark.parametrize("draw", ["dataset", "batch"])
-def test_triplets_have_a_positive_and_a_negative(draw):
+@pytest.mark.parametrize("from_dataset", [True, False])
+def test_triplets_have_a_positive_and_a_negative(from_dataset):
     y = torch.from_numpy(np.random.default_rng(0).integers(0, 40, 256))
     index, g = index_rows_by_class(y), gen()
     for _ in range(50):
-        t = (
-            random_dataset_triplets(index, torch.arange(256), gen=g)
-            if draw == "dataset"
-            else random_batch_triplets(y, gen=g)
-        )
+        if from_dataset:
+            t = random_dataset_triplets(index, torch.arange(256), gen=g)
+        else:
+            t = random_batch_triplets(y, gen=g)
         assert (t.a != t.p).all() and (y[t.a] == y[t.p]).all() and (y[t.a] != y[t.n]).all()
-
-
-def test_dataset_negatives_are_uniform_over_classes_not_rows():
-    "Class 1 has 90 rows, class 2 has 10: both are drawn equally often, as in the released code."
-    y = torch.tensor([0] * 5 + [1] * 90 + [2] * 10)
-    index, g = index_rows_by_class(y), gen()
-    n = torch.cat([random_dataset_triplets(index, torch.zeros(1000, dtype=torch.long), gen=g).n for _ in range(20)])
-    share = float((y[n] == 2).double().mean())
-    assert abs(share - 0.5) < 4 * (0.25 / 20000) ** 0.5
 
 
 def test_anchors_without_positive_or_negative_are_left_out():
@@ -90,22 +80,9 @@ def test_self_positive_lets_an_anchor_be_its_own_positive():
         assert bool(valid) == allowed and (not allowed or t.p == lone)
 
 
-def test_same_generator_same_triplets():
-    y = torch.arange(64) % 7
-    for draw in (
-        lambda g: random_batch_triplets(y, gen=g),
-        lambda g: random_dataset_triplets(index_rows_by_class(y), torch.arange(64), gen=g),
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(3))))
-        assert not all(torch.equal(a, b) for a, b in zip(draw(gen(3)), draw(gen(4))))
-
-
-def test_active_ratio_counts_positive_hinges():
+def test_active_ratio_counts_positive_hinges_and_is_nan_without_any():
     r = active_ratio(torch.tensor([-0.1, 0.0, 1e-9, 0.3]))
     assert r.rho == 0.5 and r.n == 4 and r.low < 0.5 < r.high
-
-
-def test_active_ratio_without_triplets_is_nan():
     assert np.isnan(active_ratio(torch.empty(0)).rho)
 
 
@@ -118,13 +95,10 @@ def test_wilson_interval_equals_scipy():
 
 def test_active_ratio_grows_with_margin_and_only_active_triplets_have_gradient():
     y = torch.arange(300) % 10
-    z = torch.nn.functional.normalize(
-        torch.randn(300, 32, generator=gen(), dtype=torch.float64), dim=1
-    ).requires_grad_()
+    z = torch.nn.functional.normalize(torch.randn(300, 32, generator=gen()).double(), dim=1).requires_grad_()
     t = random_dataset_triplets(index_rows_by_class(y), torch.arange(300), gen=gen())
-    assert (
-        triplet_active_ratio(z, t, 0.01).rho < triplet_active_ratio(z, t, 0.2).rho < triplet_active_ratio(z, t, 1.0).rho
-    )
+    rho = [triplet_active_ratio(z, t, margin).rho for margin in (0.01, 0.2, 1.0)]
+    assert rho[0] < rho[1] < rho[2]
     (g,) = torch.autograd.grad(triplet(z[t.a], z[t.p], z[t.n], 0.01), z)
     d = torch.nn.functional.pairwise_distance
     active = d(z[t.a], z[t.p]) - d(z[t.a], z[t.n]) + 0.01 > 0

