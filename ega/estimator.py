@@ -40,21 +40,19 @@ from ega.data.arrays import (
     iter_unit_rows,
     match_classes,
     short_repr,
-    spawn_rngs,
 )
 from ega.data.files import (
     READ_ERRORS,
     atomic_folder,
     atomic_write,
     check_is_file,
-    check_path,
     file_hash,
     open_npy,
     read_json,
     short_error,
 )
 from .data.packs import row_split
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, spawn_rngs
 from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
@@ -163,14 +161,16 @@ def _candidate_from_json(value):
     return value if isinstance(value, str) else (value[0], parse_config(MethodConfig, value[1]))
 
 # %% ../nbs/adapt/02_estimator.ipynb #files-of
-_ENDINGS = (".safetensors", ".queries.safetensors", ".documents.safetensors")
-_ENDINGS += (".fit_rows.npy", ".fit_documents.npy", ".statistics.npz")
+_ENDINGS = (
+    *(".safetensors", ".queries.safetensors", ".documents.safetensors"),
+    *(".fit_rows.npy", ".fit_documents.npy", ".statistics.npz"),
+)
 _READERS = {".safetensors": load_adapter, ".npy": lambda path: np.array(open_npy(path)), ".npz": ClassStatistics.load}
 
 
 def saved_path(path: "str | Path", ending: str = ".json") -> Path:
     "A file of a saved estimator, which is given by its folder or by its .safetensors file."
-    path = check_path(path)
+    path = Path(path)
     weights = path if path.suffix == ".safetensors" else path / "adapter.safetensors"
     return weights.with_suffix(ending)
 
@@ -322,7 +322,7 @@ class _BaseAdapter(BaseEstimator):
             raise InputError(
                 f"{description}: cannot be read ({problem}); copy it again, or fit and save again"
             ) from error
-        vars(estimator).update(fitted, cv_results_=selection.cv_results, frozen_=selection.frozen)
+        estimator.__dict__.update(fitted, cv_results_=selection.cv_results, frozen_=selection.frozen)
         for ending, attribute in cls._files.items():
             file, value = description.with_suffix(ending), None  # description
             if ending in hashes or ending != ".statistics.npz":
@@ -340,9 +340,10 @@ class _BaseAdapter(BaseEstimator):
         `token` and `commit_message`, are passed on.
         """
         check_is_fitted(self)
-        estimator, hub = self, import_optional("huggingface_hub", "hub")
+        estimator: Any = self
+        hub: Any = import_optional("huggingface_hub", "hub")
 
-        class HubModel(hub.ModelHubMixin, library_name="ega", tags=["embeddings", "adapter"]):
+        class HubModel(hub.ModelHubMixin, library_name="ega", tags=["embeddings", "adapter"]):  # type: ignore[call-arg]
             def _save_pretrained(self, save_directory):
                 estimator.save(save_directory)
 
@@ -513,13 +514,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             selection = self._select(rows, numbers, len(classes), progress)
             adapter, statistics = self._fit_selected(selection, rows, numbers, progress)
             progress.finish()
-        vars(self).pop("feature_names_in_", None)
-        vars(self).update(vars(names))
+        self.__dict__.pop("feature_names_in_", None)
+        self.__dict__.update(vars(names))
         self.selection_ = selection
         self.cv_results_ = selection.cv_results
         self.frozen_ = selection.frozen
         self.adapter_ = adapter
-        self.statistics_ = statistics and statistics._relabel(by_number[statistics.classes])
+        self.statistics_ = statistics and statistics.relabel(by_number[statistics.classes])
         self.classes_ = classes
         self.n_features_in_ = self._n_features_out = rows.shape[1]
         self.fingerprint_ = adapter_fingerprint(adapter)
@@ -645,8 +646,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     def _align_classes(self, rows, labels, classes):
         "All classes, and the statistics before and of the changed rows with the same class numbers."
         changed, together = rows.statistics(labels), np.union1d(self.classes_, classes)
-        before = self.statistics_._relabel(np.searchsorted(together, self.classes_))
-        return together, before, changed._relabel(np.searchsorted(together, classes[changed.classes]))
+        before = self.statistics_.relabel(np.searchsorted(together, self.classes_))
+        return together, before, changed.relabel(np.searchsorted(together, classes[changed.classes]))
 
     def _update(self, before, after, classes, **training):
         "Follow a change of the statistics from `before` to `after`; `training`: new unit rows x and their labels y."
@@ -657,7 +658,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             self.adapter_ = update_adapter(self.selection_.config, self.adapter_, before, after, **options)
         self.fingerprint_ = adapter_fingerprint(self.adapter_)
         self.classes_ = classes[after.classes]
-        self.statistics_ = after._relabel(np.arange(len(after.classes)))
+        self.statistics_ = after.relabel(np.arange(len(after.classes)))
 
     def to_onnx(self, path: "str | Path") -> Path:
         """Export to ONNX: from rows `x` of any norm but 0 to adapted rows `z` of norm 1, both float32 (n, n_features).
@@ -666,7 +667,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         """
         check_is_fitted(self)
         import_optional("onnx", "onnx")
-        path, adapter = check_path(path), self.adapter_
+        path, adapter = Path(path), self.adapter_
 
         class NormalizedAdapter(torch.nn.Module):
             def __init__(self):
@@ -677,7 +678,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
                 return self.adapter(l2_normalize(x))
 
         axes = {"x": {0: "n"}, "z": {0: "n"}}
-        options = dict(input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17, dynamo=False)
+        options: dict[str, Any] = dict(
+            input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17, dynamo=False
+        )
         with warnings.catch_warnings(), atomic_write(path) as temporary:
             warnings.simplefilter("ignore")  # the tracer warns of the check of the width, which is constant
             torch.onnx.export(NormalizedAdapter().eval(), (torch.ones(2, adapter.d),), str(temporary), **options)

@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
-from .data.arrays import InputError, check_feature_names, check_y, normalize, pick_device, spawn_rngs
+from .data.arrays import InputError, check_feature_names, check_y, normalize
 from .data.files import hash_arrays, read_json
 from .data.relevance import check_pairs, queries_with_relevant
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, pick_device, spawn_rngs
 from .estimator import EmbeddingAdapter, UnitRows, _BaseAdapter, joint_fingerprint, saved_path
 from .measure.evaluation import change_in_words, hash_unit_rows
 from .measure.ranking import ranking_metrics
@@ -68,8 +68,8 @@ PairWhitening = namedtuple("PairWhitening", "matrix query_mean document_mean")
 
 
 def whiten_pairs(
-    queries: np.ndarray,  # (nq, d) unit rows
-    documents: np.ndarray,  # (nd, d) unit rows
+    queries: "np.ndarray | UnitRows",  # (nq, d) unit rows
+    documents: "np.ndarray | UnitRows",  # (nd, d) unit rows
     pairs: np.ndarray,  # (m, 3) int64: query row, document row, grade
     *,
     shrinkage: float = 0.5,  # of the covariance, in (0, 1]; 1 only centres the embeddings
@@ -311,7 +311,7 @@ def _train_side(config, queries, documents, pairs, negatives, whitening, device,
 @limit_threads()
 def fit_pair_path(
     config: PairConfig,
-    queries: np.ndarray,  # (nq, d) unit rows
+    queries: "np.ndarray | UnitRows",  # (nq, d) unit rows
     documents: "np.ndarray | UnitRows",  # (nd, d) unit rows
     pairs: np.ndarray,  # (m, 3) int64: query row, document row, grade
     *,
@@ -320,7 +320,8 @@ def fit_pair_path(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> PairPath:
     "Fit a configuration on pairs and return the adapters of both sides at all strengths."
-    whitening = adapter = None
+    whitening: Any = None
+    adapter: Any = None
     if config.shrinkage is not None:
         whitening = whiten_pairs(queries, documents, pairs, shrinkage=config.shrinkage)
     if config.train is not None:
@@ -473,7 +474,9 @@ def select_pair_adapter(
     given = dict(candidates=candidates, strengths=strengths, negatives=negatives, device=device)
     compare = partial(_compare_pairs_on_fold, queries, documents, pairs, **given)
     of_queries = tuple(clusters[np.concatenate(rows)] for rows in zip(*((f.known, f.new) for f in folds)))
-    options = dict(n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress, min_seen=MIN_CLASSES)
+    options: dict[str, Any] = dict(
+        n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress, min_seen=MIN_CLASSES
+    )
     names = ("queries for known documents", "queries for new documents")
     return select(candidates, folds, compare, of_queries, limits, names=names, **options)
 
@@ -563,7 +566,7 @@ class PairAdapter(_BaseAdapter):
         self.verbose = verbose
 
     def fit(
-        self, queries: Any, documents: Any, pairs: Any, *, groups: "Sequence | None" = None, negatives: Any = None
+        self, queries: Any, documents: Any, pairs: Any, *, groups: Any = None, negatives: Any = None
     ) -> "PairAdapter":
         """Select a side and its strength, then fit it on all pairs.
 
@@ -607,8 +610,8 @@ class PairAdapter(_BaseAdapter):
                 options: dict[str, Any] = dict(negatives=negatives, device=self.device, on_epoch=progress.epoch)
                 adapters = fit_pair_path(selection.config, xq, xd, pairs, **options).at(selection.strength)
             progress.finish()
-        vars(self).pop("feature_names_in_", None)
-        vars(self).update(vars(names))
+        self.__dict__.pop("feature_names_in_", None)
+        self.__dict__.update(vars(names))
         self.selection_ = selection
         self.cv_results_ = selection.cv_results
         self.frozen_ = selection.frozen

@@ -7,25 +7,24 @@ __all__ = ['RERUN_TOLERANCE', 'find_repository', 'compare_with_committed', 'pars
 
 # %% ../../nbs/experiments/08_cli.ipynb #paper-cli-imports
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
 import ega
 from ..cli import run_command
 from ..data.arrays import InputError
+from ..data.files import short_error
 
 # %% ../../nbs/experiments/08_cli.ipynb #repository
-def find_repository(
-    start=None,  # folder to start from; None: the current one
-):  # Path of the folder that holds data/packs and nbs
+def find_repository(start=None):
     "The root of the repository, at or above a folder. Raises `InputError` outside of one."
     start = Path(start or ".").resolve()
     for folder in (start, *start.parents):
         if (folder / "data/packs").is_dir() and (folder / "nbs").is_dir():
             return folder
     raise InputError(
-        f"expected a folder with data/packs and nbs, found none at or above {str(start)!r}; "
-        "run this inside a clone of the repository"
+        f"found no data/packs and nbs at or above {str(start)!r}; run this inside a clone of the repository"
     )
 
 # %% ../../nbs/experiments/08_cli.ipynb #reproduce
@@ -33,20 +32,17 @@ def _reproduce(args):
     "Train a profile of the grid, render figures, tables and report, and print the headline."
     if args.protocol:
         return _reproduce_published(args)
-    for option in ("packs", "epochs", "dry_run"):
-        if getattr(args, option) not in (None, False):
-            raise InputError(
-                f"--{option.replace('_', '-')} belongs to --protocol, which is not given; "
-                "name paper, released or strict"
-            )
+    if args.packs or args.epochs or args.dry_run:
+        raise InputError("--packs, --epochs and --dry-run belong to --protocol; name paper, released or strict")
     root = find_repository()
-    build = root / "build" / args.profile
-    results = root / "data/results" if args.profile == "full" else build / "results"
+    is_full, build = args.profile == "full", root / "build" / args.profile
+    results, target = (root / "data/results", root / "paper") if is_full else (build / "results", build / "paper")
     _run_profile(args, root, results)
     if args.experiments:
         return
-    target = root / "paper" if args.profile == "full" else build / "paper"
-    _render(root, results, target)
+    command = [sys.executable, root / "paper/build.py", "--results", results, "--out", target]
+    if subprocess.run(command, cwd=root).returncode:
+        raise RuntimeError(f"rendering failed; the results are kept in {results}")
     print(compare_with_committed(results, root / "data/results"))
     print(f"\nReport: {(target / 'report.pdf').relative_to(root)}   figures and tables beside it")
 
@@ -55,27 +51,24 @@ def _run_profile(args, root, results):
     "Run the experiments of a profile that are not stored yet."
     from ega.experiments.grids import GRIDS, ResultStore, run_grid
 
-    grids = GRIDS[args.profile]
-    names = args.experiments or list(grids)
-    unknown = sorted(set(names) - set(grids))
+    grids, packs = GRIDS[args.profile], root / "data/packs"
+    unknown = sorted(set(args.experiments or ()) - set(grids))
     if unknown:
         raise InputError(
-            f"the profile {args.profile} has no experiment {', '.join(unknown)}; it has {', '.join(grids)}; "
-            "use --profile full, or --protocol for a table of the paper"
+            f"the profile {args.profile} has no experiment {', '.join(unknown)}; it has {', '.join(grids)}"
         )
     for name, grid in grids.items():
-        if name not in names:
+        if name not in (args.experiments or grids):
             continue
-        store, configs = ResultStore(results, name), list(grid.configs())
+        store, configs, made = ResultStore(results, name), list(grid.configs()), 0
         options = dict(workers=args.workers, progress=not args.quiet)
         options["path_epochs"] = getattr(grid, "grid", grid).path_epochs
-        made = 0
         if args.profile == "quick" and name == "main":  # the closed forms take seconds: their table comes first
-            made = run_grid([c for c in configs if c.train is None], store, root / "data/packs", **options)
+            made = run_grid([c for c in configs if c.train is None], store, packs, **options)
             store.merge_parts()
             if made:
                 print(compare_with_committed(results, root / "data/results"), "\n\nNext, the trained methods.")
-        made += run_grid(configs, store, root / "data/packs", **options)
+        made += run_grid(configs, store, packs, **options)
         store.merge_parts()
         print(f"{name}: {made} runs trained now, {len(store.ids())} in {store.path.relative_to(root)}")
 
@@ -106,40 +99,26 @@ def _reproduce_published(args):
     if store.ids():
         print(f"Rows and their configurations: {store.path.relative_to(root)}")
 
-# %% ../../nbs/experiments/08_cli.ipynb #render
-def _render(root, results, target):
-    "Render figures, tables and report from results, with the script of the repository."
-    import subprocess
-
-    script = root / "paper/build.py"
-    command = [sys.executable, str(script), "--results", str(results), "--out", str(target)]
-    code = subprocess.run(command, cwd=root).returncode
-    if code:
-        raise RuntimeError(f"rendering failed with exit code {code}; the results are kept in {results}")
-
 # %% ../../nbs/experiments/08_cli.ipynb #headline
-def compare_with_committed(
-    results,  # folder of the results just made
-    committed,  # folder of the committed results
-):  # text of at most 80 columns
+def compare_with_committed(results, committed):
     "Change of unseen LP@1 in the mixed gallery, by method and benchmark, beside the committed runs of the same id."
     # the runs of the quick profile are committed as `short`, or as `main` where nothing is trained
     ours, theirs = _unseen_lp(results, ("main",)), _unseen_lp(committed, ("main", "short"))
-    table = _changes(ours)
-    order = table.mean(axis=1).sort_values(ascending=False).index
+    frozen = ours[ours.method == "frozen"].set_index(["benchmark", "split_seed"]).lp_at_1
+    baseline = frozen.reindex(list(zip(ours.benchmark, ours.split_seed))).values
+    changes = ours.assign(change=100 * (ours.lp_at_1.values - baseline))
+    table = changes.pivot_table(index="method", columns="benchmark", values="change", sort=False)
+    table = table.loc[table.mean(axis=1).sort_values(ascending=False).index]
+    table.columns = [f"{name.replace('tiny200>', '>'):>12s}" for name in table]
+    where = "split 42, seed 0" if ours.split_seed.nunique() == 1 else "mean of splits"
+    lines = [f"Unseen classes, mixed gallery, LP@1 against frozen, points ({where})", ""]
+    lines.append(f"{'method':20s}" + "".join(table))
+    lines += [f"{method:20s}" + "".join(f"{v:+12.1f}" for v in values) for method, values in table.iterrows()]
     both = ours.merge(theirs, on="run_id", suffixes=("", "_committed"))
     difference = (both.lp_at_1 - both.lp_at_1_committed).abs() * 100
-    where = "split 42, seed 0" if ours.split_seed.nunique() == 1 else "mean of splits"
-    columns = "".join(f"{name.replace('tiny200>', '>'):>12s}" for name in table.columns)
-    lines = [f"Unseen classes, mixed gallery, LP@1 against frozen, points ({where})", "", f"{'method':20s}{columns}"]
-    for method in order:
-        lines.append(f"{method:20s}" + "".join(f"{v:+12.1f}" for v in table.loc[method]))
-    lines += [
-        "",
-        f"{(difference == 0).sum()} of {len(both)} runs have exactly the LP@1 of the committed run of the same id;",
-        f"the largest difference is {difference.max() if len(difference) else 0:.2f} points.",
-    ]
-    return "\n".join(lines)
+    equal, largest = (difference == 0).sum(), difference.max() if len(difference) else 0
+    lines += ["", f"{equal} of {len(both)} runs have exactly the LP@1 of the committed run of the same id;"]
+    return "\n".join([*lines, f"the largest difference is {largest:.2f} points."])
 
 
 def _unseen_lp(folder, experiments):
@@ -150,19 +129,10 @@ def _unseen_lp(folder, experiments):
 
     columns = ["run_id", "benchmark", "method", "split_seed", "query_set", "gallery_kind", "epoch", "lp_at_1"]
     stored = [e for e in experiments if (Path(folder) / f"{e}.parquet").exists()]
-    tables = [read_results(folder, e, columns) for e in stored]
-    rows = pd.concat(tables) if tables else pd.DataFrame(columns=columns)
+    rows = pd.concat([pd.DataFrame(columns=columns), *(read_results(folder, e, columns) for e in stored)])
     rows = rows[(rows.query_set == "unseen") & (rows.gallery_kind == "mixed")]
     last = rows[rows.epoch == rows.groupby("run_id").epoch.transform("max")]
     return last.drop_duplicates("run_id")
-
-
-def _changes(rows):
-    "Mean difference from frozen on the same split, in points: a row for each method, a column for each benchmark."
-    frozen = rows[rows.method == "frozen"].set_index(["benchmark", "split_seed"]).lp_at_1
-    baseline = frozen.reindex(list(zip(rows.benchmark, rows.split_seed))).values
-    rows = rows.assign(change=100 * (rows.lp_at_1.values - baseline))
-    return rows.pivot_table(index="method", columns="benchmark", values="change", sort=False)
 
 # %% ../../nbs/experiments/08_cli.ipynb #stored
 RERUN_TOLERANCE = 1.0  # points of LP@1 by which a run may differ on another kind of processor
@@ -183,95 +153,70 @@ def _find_stored_run(folder, run_id):
         if matches:
             rows = read_results(folder, path.stem)
             return path.stem, rows[rows.run_id == matches[0]]
-    raise InputError(
-        f"no run id begins with {run_id!r} in the tables of {folder.name}; take an id from their column run_id"
-    )
+    raise InputError(f"no run id in the tables of {folder.name} begins with {run_id!r}")
 
 
 def _rerun(args):
     "Train one stored run again and compare its digits."
-    from ega.experiments.grids import ROW_KEYS
     from ega.experiments.runs import RunConfig, platform_tag, run_experiment, use_one_thread
     from ega.method.config import parse_config
 
     root = find_repository()
     experiment, stored = _find_stored_run(Path(args.results or root / "data/results"), args.run_id)
-    first = stored.iloc[0]
-    config = parse_config(RunConfig, first.config)
-    print(f"{experiment} {first.run_id}, ega {first.get('version')} on {first.get('machine')}\n{first.config}")
+    try:
+        first = stored.iloc[0]
+        print(f"{experiment} {first.run_id}, ega {first.version} on {first.machine}\n{first.config}")
+        config = parse_config(RunConfig, first.config)
+    except (AttributeError, TypeError) as error:
+        raise InputError(f"{experiment} has other columns than the rows of a run: {short_error(error)}") from error
     use_one_thread()
     again = run_experiment(config, Path(args.packs or root / "data/packs"), device="cpu")
-    keys = [c for c in ROW_KEYS if c in stored and c != "run_id"]
-    value = "lp_at_1" if "lp_at_1" in stored else "lp"
-    _check_columns(experiment, stored, again, [*keys, value, "n"])
-    both = stored.merge(again, on=keys, suffixes=("", "_now"))
-    searched = [c for c in ("query_set", "gallery_kind") if c in stored]
-    for names, rows in both.groupby(searched, sort=False):
-        print(_comparison_line(", ".join(names), rows.sort_values(keys), value))
-    difference = 100 * (both[value] - both[f"{value}_now"]).abs().max()
-    same_machine = first.get("machine") == platform_tag()
-    if len(both) < len(stored) or difference > (0 if same_machine else RERUN_TOLERANCE):
-        expected = "equal digits on the same kind of machine"
-        if not same_machine:
-            expected = f"at most {RERUN_TOLERANCE:g} on another kind of machine"
-        raise RuntimeError(f"LP differs by {difference:.2f} points; expected {expected}")
+    try:
+        lines, difference = _compare_rows(stored, again)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{experiment} has other columns than the rows of a run: {short_error(error)}") from error
+    print("\n".join(lines))
+    tolerance = 0 if first.machine == platform_tag() else RERUN_TOLERANCE
+    if not difference <= tolerance:  # nan: rows are missing
+        raise RuntimeError(f"LP differs by {difference:.2f} points; at most {tolerance:g} is expected on this machine")
 
 # %% ../../nbs/experiments/08_cli.ipynb #comparison
-def _check_columns(experiment, stored, again, columns):
-    "Raise `InputError` where the stored table lacks a column or has another type than a run made now."
-    import numpy as np
+def _compare_rows(stored, again):
+    "A line for each query set and gallery, and the largest difference of LP in points; nan where rows are missing."
+    from ega.experiments.grids import ROW_KEYS
 
-    advice = "take the table from the repository"
-    for column in columns:
-        if column not in stored or stored[column].dtype.kind != again[column].dtype.kind:
-            raise InputError(
-                f"{experiment}: column {column} is missing or of another type than in a run made now; {advice}"
-            )
-    if "neighbour" not in again:
-        return
-    kept = stored  # along a path, the neighbours of the last epoch
-    if "epoch" in stored:
-        kept = stored[stored.epoch == stored.epoch.max()]
-    complete = "neighbour" in stored and all(np.shape(ids) == (n,) for ids, n in zip(kept.neighbour, kept.n))
-    if not complete:
-        raise InputError(f"{experiment}: column neighbour must hold one row number for each of the n queries; {advice}")
-
-
-def _comparison_line(query_set, rows, value):
-    "Stored and new label precision of one query set and gallery, and how many nearest neighbours or rows are equal."
-    first, now = rows.iloc[-1], f"{value}_now"  # of a path: the last epoch
-    if "neighbour" in rows:
-        pairs = zip(rows.neighbour, rows.neighbour_now)
-        change = f"first neighbours changed {int(sum((old != new).sum() for old, new in pairs))}"
-    else:
-        change = f"{(rows[value] == rows[now]).sum()} of {len(rows)} rows equal"
-    numbers = f"n {first.n:6d}   LP@{first.get('k', 1)} stored {first[value]:.6f}  now {first[now]:.6f}"
-    return f"{query_set:17s} {numbers}   {change}"
+    keys = [c for c in ROW_KEYS if c in stored and c != "run_id"]
+    value = "lp_at_1" if "lp_at_1" in again else "lp"
+    both, lines = stored.merge(again, on=keys, suffixes=("", "_now")), []
+    for names, rows in both.groupby([c for c in ("query_set", "gallery_kind") if c in stored], sort=False):
+        rows = rows.sort_values(keys)
+        last = rows.iloc[-1]  # of a path: the last epoch
+        change = f"{(rows[value] == rows[f'{value}_now']).sum()} of {len(rows)} rows equal"
+        if "neighbour" in again:
+            pairs = zip(rows.neighbour, rows.neighbour_now, strict=True)
+            change = f"first neighbours changed {int(sum((old != new).sum() for old, new in pairs))}"
+        numbers = f"LP@{last.get('k', 1)} stored {last[value]:.6f}  now {last[f'{value}_now']:.6f}"
+        lines.append(f"{', '.join(names):17s} n {last.n:6d}   {numbers}   {change}")
+    difference = 100 * (both[value] - both[f"{value}_now"]).abs().max()
+    return lines, difference if len(both) == len(stored) else float("nan")
 
 # %% ../../nbs/experiments/08_cli.ipynb #reproduce-arguments
 def _add_reproduce_arguments(command):
     "The arguments of `ega-paper reproduce`."
     what = command.add_mutually_exclusive_group()
-    what.add_argument(
-        "--profile",
-        choices=("quick", "full"),
-        default="quick",
-        help="quick: one split, one seed, into build/quick; full: recompute data/results",
+    profile = "quick: one split, one seed, into build/quick; full: recompute data/results"
+    what.add_argument("--profile", choices=("quick", "full"), default="quick", help=profile)
+    protocol = (
+        "instead: the tables of the paper as its text says, as its code ran, or by the protocol of this project; "
+        "without --experiments an overview"
     )
-    what.add_argument(
-        "--protocol",
-        choices=("paper", "released", "strict"),
-        help="instead: the tables of the paper as its text says, as its code ran, or by the protocol of this project; "
-        "without --experiments an overview",
+    what.add_argument("--protocol", choices=("paper", "released", "strict"), help=protocol)
+    experiments = (
+        "only these experiments, without rendering; with --protocol these tables or figures, "
+        "such as tab:ood_summary (a wrong name lists them)"
     )
     add = command.add_argument
-    add(
-        "--experiments",
-        nargs="+",
-        metavar="NAME",
-        help="only these experiments, without rendering; with --protocol these tables or figures, "
-        "such as tab:ood_summary (a wrong name lists them)",
-    )
+    add("--experiments", nargs="+", metavar="NAME", help=experiments)
     add("--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)")
     add("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
     add("--dry-run", action="store_true", help="with --protocol: print what is missing, run nothing")

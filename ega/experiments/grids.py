@@ -8,25 +8,32 @@ __all__ = ['ROW_KEYS', 'EQUAL_TUNING_GRID', 'DIAL', 'GRIDS', 'ResultStore', 'rea
 
 # %% ../../nbs/experiments/03_grids.ipynb #grids-imports
 import os
+import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 import ega
-from ..data.arrays import InputError, defer_sigint
+from ..data.arrays import InputError
 from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
-from ..data.threads import usable_cores
+from ..data.runtime import defer_sigint, usable_cores
 from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
 from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
 from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
 
 # %% ../../nbs/experiments/03_grids.ipynb #store
+# They identify a row of any task.
+ROW_KEYS = ("run_id", "query_set", "gallery_kind", "epoch", "nlist", "nprobe", "k", "strength")
+
+
 class ResultStore:
     "The results of one experiment: a table, and the finished runs that are not merged into it yet."
 
@@ -61,19 +68,14 @@ class ResultStore:
 
     def read(self, columns=None):
         "All rows, sorted by run and query set; naming the columns saves reading the per-query lists."
-        frames = []
-        for path in self.part_paths():
-            frame = _read_parquet(path, columns, may_vanish=True)
-            if frame is not None:
-                frames.append(frame)
+        frames = [_read_parquet(path, columns, may_vanish=True) for path in self.part_paths()]
         if self.path.exists():  # read last: it holds the parts that were merged meanwhile
             frames.insert(0, _read_parquet(self.path, columns))
-        if not frames:
+        if all(frame is None for frame in frames):
             raise InputError(f"no results at {self.path}; run the grid first (make reproduce)")
         frame = pd.concat(frames, ignore_index=True)
         keys = [c for c in ROW_KEYS if c in frame]
-        if keys:
-            frame = frame.drop_duplicates(keys).sort_values(keys, ignore_index=True)
+        frame = frame.drop_duplicates(keys).sort_values(keys, ignore_index=True)
         return frame if columns is None else frame[list(columns)]
 
     def write(self, frame):
@@ -81,16 +83,10 @@ class ResultStore:
         order = [c for c in ("benchmark", "query_set", "split_seed", "method", "seed") if c in frame]
         frame = frame.sort_values(order) if order else frame  # neighbouring runs on one split compress to half
         repetitive = [c for c in frame if c not in ("query", "neighbour")]
-        dictionary = [f"{c}.list.element" if frame[c].map(np.ndim).any() else c for c in repetitive]
+        options = dict(compression="zstd", compression_level=12, data_page_size=2**26, index=False)
+        options["use_dictionary"] = [f"{c}.list.element" if frame[c].map(np.ndim).any() else c for c in repetitive]
         with atomic_write(self.path) as temporary:
-            frame.to_parquet(
-                temporary,
-                compression="zstd",
-                compression_level=12,
-                data_page_size=2**26,
-                use_dictionary=dictionary,
-                index=False,
-            )
+            frame.to_parquet(temporary, **options)
 
     def merge_parts(self):
         "Merge the files of single runs into the table and remove them."
@@ -100,55 +96,33 @@ class ResultStore:
             parts = self.part_paths()
             if parts:
                 self.write(self.read())
-            _remove_parts(self.parts, parts, self.ids())
+            finished = self.ids()
+            for p in parts:
+                p.unlink(missing_ok=True)
+            for p in self.parts.glob(".*.tmp"):  # left by killed processes; a checkpoint of an unfinished run stays
+                if ".parquet." in p.name or p.name.split(".")[1] in finished:
+                    p.unlink(missing_ok=True)
+            if self.parts.exists() and not any(self.parts.iterdir()):
+                self.parts.rmdir()
 
 # %% ../../nbs/experiments/03_grids.ipynb #sweep
-# They identify a row of any task.
-ROW_KEYS = ("run_id", "query_set", "gallery_kind", "epoch", "nlist", "nprobe", "k", "strength")
-_REQUIRED = ("run_id", "query_set", "benchmark", "method", "config")
-
-
-def _remove_parts(folder, parts, finished):
-    "Remove merged parts, the temporary files of finished runs, and the folder when it is empty."
-    for p in parts:
-        p.unlink(missing_ok=True)
-    for p in folder.glob(".*.tmp"):  # left by killed processes; a checkpoint of an unfinished run stays
-        if ".parquet." in p.name or p.name.split(".")[1] in finished:
-            p.unlink(missing_ok=True)
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
-
-
 def _read_parquet(path, columns, may_vanish=False):
     "A table of results; None if `may_vanish` and another process has merged it meanwhile."
     try:
         file = open_parquet(path)  # opened once, because merge_parts may replace the file meanwhile
-        names = file.schema_arrow.names
-        for column in columns or _REQUIRED:
-            if column not in names:
-                raise KeyError(f"no column {column}")
-        wanted = None
         if columns:  # with the keys, without which rows of two runs could look like duplicates
-            wanted = list(dict.fromkeys([*columns, *(k for k in ROW_KEYS if k in names)]))
-        frame = read_parquet(path, wanted, file=file).to_pandas()
-        for column in ("run_id", "config"):
-            if column in frame and not all(type(v) is str for v in frame[column].tolist()):
-                raise TypeError(f"{column} is not always a text")
-        return frame
+            columns = list(dict.fromkeys([*columns, *(k for k in ROW_KEYS if k in file.schema_arrow.names)]))
+        return read_parquet(path, columns, file=file).to_pandas()
     except Exception as error:  # pyarrow raises a dozen kinds for a broken file
         if may_vanish and not path.exists():
             return None
         raise InputError(
-            f"{path} is no readable table of results ({short_error(error)}); delete it and run the grid again"
+            f"{path} is no readable table of results ({short_error(error)}); run its grid again"
         ) from error
 
 
-def read_results(
-    folder,  # of result files
-    experiment,  # name of a stored experiment, such as "unseen"
-    columns=None,  # names of columns; None: all
-):  # DataFrame, one row for each run and query set
-    "The stored rows of an experiment, with its name in the column `experiment`."
+def read_results(folder, experiment, columns=None):
+    "The stored rows of an experiment, or some of their columns, with its name in the column `experiment`."
     return ResultStore(folder, experiment).read(columns).assign(experiment=experiment)
 
 # %% ../../nbs/experiments/03_grids.ipynb #grid
@@ -169,21 +143,10 @@ class Grid:
 
     def configs(self):
         "Its RunConfigs, first seed and split first; a method that is not trained runs once for each split."
-        for seed, split_seed, method in product(self.seeds, self.splits, self.methods):
-            if seed != self.seeds[0] and not uses_gradient_training(method):
-                continue
-            for benchmark in self.benchmarks:
-                yield build_config(
-                    self.task,
-                    benchmark,
-                    method,
-                    hidden=self.hidden,
-                    epochs=self.epochs,
-                    split_seed=split_seed,
-                    seed=seed,
-                    protocol=self.protocol,
-                    rank=self.rank,
-                )
+        options = dict(hidden=self.hidden, epochs=self.epochs, protocol=self.protocol, rank=self.rank)
+        for seed, split_seed, method, benchmark in product(self.seeds, self.splits, self.methods, self.benchmarks):
+            if seed == self.seeds[0] or uses_gradient_training(method):
+                yield build_config(self.task, benchmark, method, split_seed=split_seed, seed=seed, **options)
 
 # %% ../../nbs/experiments/03_grids.ipynb #sweep-2
 @dataclass(frozen=True)
@@ -308,9 +271,6 @@ def _not_stored(configs, store):
 
 def _run_in_pool(todo, store, packs, workers, progress, path_epochs):
     "Run the configurations in worker processes; an interruption kills the workers."
-    from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-    from multiprocessing import get_context
-
     from tqdm import tqdm
 
     pool = ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), _start_worker, (os.getpid(),))
@@ -336,8 +296,6 @@ def _run_in_pool(todo, store, packs, workers, progress, path_epochs):
 # %% ../../nbs/experiments/03_grids.ipynb #worker
 def _start_worker(parent):
     "Limit a worker to one thread, and end it when its parent process ends."
-    import threading
-
     use_one_thread()
 
     def exit_with_parent():
@@ -353,32 +311,22 @@ def _run_and_store(config, store, packs, path_epochs):
     store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu", path_epochs=path_epochs))
 
 # %% ../../nbs/experiments/03_grids.ipynb #run
-def _run_remotely(config, packs):
-    "One run, on whichever machine Ray chooses."
-    from ega.experiments.runs import run_experiment, use_one_thread
+def run_grid_ray(configs, store, packs, *, address=None):
+    "Run the configurations that are not stored yet, each as a Ray task; all machines see the folder `packs`."
+    todo = _not_stored(configs, store)
+    if todo:
+        with ray_cluster(address) as ray:
+            task = ray.remote(num_cpus=1, max_retries=3)(_run_remotely)
+            waiting = [task.remote(c, str(Path(packs).resolve())) for c in todo]
+            while waiting:
+                ready, waiting = ray.wait(waiting)
+                store.add(ray.get(ready[0]))
+    return len(todo)
 
+
+def _run_remotely(config, packs):
     use_one_thread()
     return run_experiment(config, packs, device="cpu")
-
-
-def run_grid_ray(
-    configs,  # RunConfigs
-    store,  # ResultStore of the experiment
-    packs,  # folder of packs that all machines see
-    *,
-    address=None,  # of a Ray cluster; None: the one this process has joined, or a local one for this call
-):  # number of runs that were made now
-    "Run the configurations that are not stored yet, each as a Ray task; a killed grid resumes."
-    todo = _not_stored(configs, store)
-    if not todo:
-        return 0
-    with ray_cluster(address) as ray:
-        task = ray.remote(num_cpus=1, max_retries=3)(_run_remotely)
-        waiting = [task.remote(c, str(Path(packs).resolve())) for c in todo]
-        while waiting:
-            ready, waiting = ray.wait(waiting)
-            store.add(ray.get(ready[0]))
-    return len(todo)
 
 # %% ../../nbs/experiments/03_grids.ipynb #gathered-table
 def _keys_in(table, types):
@@ -392,11 +340,8 @@ def _read_cached(path, types):
         return pd.DataFrame(columns=list(types))
     if path.suffix == ".parquet":
         return read_parquet(path).to_pandas()
-    # Keys are read as text and then converted: not every pandas reads a float back exactly, and "None" may be a name.
-    others = [c for c in pd.read_csv(path, nrows=0) if c not in types]
-    as_text, missing = dict.fromkeys(types, str), {c: [""] for c in others}
-    table = pd.read_csv(path, dtype=as_text, keep_default_na=False, na_values=missing)
-    return table.assign(**{c: table[c].map(kind) for c, kind in types.items() if kind is not str})
+    missing = {c: [""] for c in pd.read_csv(path, nrows=0) if c not in types}  # "None" or "nan" may be a key
+    return pd.read_csv(path, converters=types, keep_default_na=False, na_values=missing)
 
 
 def _write_cached(table, path, types):

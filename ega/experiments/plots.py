@@ -36,9 +36,7 @@ METHOD_STYLES = {
 }
 
 # %% ../../nbs/experiments/07_plots.ipynb #look
-def method_style(
-    method,  # a key of METHODS
-):  # MethodStyle: label, colour, marker
+def method_style(method):
     "Label, colour and marker of a method in every figure; grey and its key for a method without an entry."
     return METHOD_STYLES.get(method, MethodStyle(method, "#8C8C8C", "P"))
 
@@ -86,61 +84,36 @@ def _best_box(mark, size, scale, others, leaders, obstacles, frame):
     "The cheapest box for one label, given the boxes and leader lines of the others and the points to keep free."
     boxes, distance = _candidate_boxes(size, scale)
     boxes = boxes + np.tile(mark, 2)
-    below = np.clip(frame[:2] - boxes[:, :2], 0, None).sum(1)
-    above = np.clip(boxes[:, 2:] - frame[2:], 0, None).sum(1)
+    outside = np.clip(np.hstack([frame[:2] - boxes[:, :2], boxes[:, 2:] - frame[2:]]), 0, None).sum(1)
     leader_points = _leader(mark, boxes).reshape(-1, 2)
     crossing = _count_inside(others, leader_points, axis=0).reshape(len(boxes), -1).sum(1)
     covered = _count_inside(boxes, obstacles) + _count_inside(boxes, leaders)
     padded = boxes + scale * np.array([-1.5, -1, 1.5, 1])
     covered_labels = (_overlap(padded, others) > 0).sum(1)
-    cost = distance + 1e3 * (below + above) + 25 * crossing + 12 * covered + 1e4 * covered_labels
+    cost = distance + 1e3 * outside + 25 * crossing + 12 * covered + 1e4 * covered_labels
     return boxes[cost.argmin()]
 
-# %% ../../nbs/experiments/07_plots.ipynb #draw-leader
-def _draw_leader(ax, mark, box, colour, scale):
-    "A thin line from a mark to its label where the label is not beside it."
-    line = _leader(mark, box)[[2, -1]]
-    if np.linalg.norm(np.clip(mark, box[:2], box[2:]) - mark) < 6.5 * scale:
-        return
-    ax.plot(
-        *ax.transData.inverted().transform(line).T, "-", color=colour, lw=0.4, alpha=0.8, scalex=False, scaley=False
-    )
-
 # %% ../../nbs/experiments/07_plots.ipynb #place-labels
-def place_labels(
-    ax,  # Axes with its limits set
-    x,  # (n,) marks, data coordinates
-    y,  # (n,)
-    texts,  # n labels
-    colours,  # n colours
-    *,
-    obstacles=(),  # (p, 2) further points to keep free, data coordinates
-    size=6.5,  # points
-    sweeps=3,  # how often each label is placed
-):  # list of n Annotations
-    "Write a name beside each mark so that names cover neither marks nor each other."
+def place_labels(ax, x, y, texts, colours, *, obstacles=(), size=6.5, sweeps=3):
+    "Write a name beside each mark so that names cover neither marks, obstacles (p, 2) nor each other."
     scale = ax.figure.dpi / 72
-    notes = [_annotation(ax, *label, size) for label in zip(x, y, texts, colours)]
+    look = dict(ha="center", va="center", fontsize=size, bbox=dict(fc="white", ec="none", alpha=0.6, pad=0.3))
+    notes = [
+        ax.annotate(text, (mx, my), xytext=(0, 0), textcoords="offset points", color=colour, **look)
+        for mx, my, text, colour in zip(x, y, texts, colours)
+    ]
     extents = [note.get_window_extent() for note in notes]
     sizes = np.array([[e.width, e.height] for e in extents]).reshape(-1, 2)
     marks = ax.transData.transform(np.column_stack([x, y]))
-    keep = marks
-    if len(obstacles):
-        keep = np.vstack([marks, ax.transData.transform(np.asarray(obstacles))])
+    keep = np.vstack([marks, ax.transData.transform(np.reshape(obstacles, (-1, 2)))]) if len(obstacles) else marks
     frame = np.array(ax.get_window_extent().extents) + scale * np.array([2, 2, -2, -2])
     boxes = _place_boxes(marks, sizes, scale, keep, frame, sweeps)
     for note, mark, box in zip(notes, marks, boxes):
-        centre = (box[:2] + box[2:]) / 2
-        note.set_position(tuple((centre - mark) / scale))
-        _draw_leader(ax, mark, box, note.get_color(), scale)
+        note.set_position(tuple(((box[:2] + box[2:]) / 2 - mark) / scale))
+        if np.linalg.norm(np.clip(mark, box[:2], box[2:]) - mark) >= 6.5 * scale:  # the label is not beside its mark
+            line = ax.transData.inverted().transform(_leader(mark, box)[[2, -1]]).T
+            ax.plot(*line, "-", color=note.get_color(), lw=0.4, alpha=0.8, scalex=False, scaley=False)
     return notes
-
-
-def _annotation(ax, x, y, text, colour, size):
-    "A label on its mark, to be moved."
-    box = dict(fc="white", ec="none", alpha=0.6, pad=0.3)
-    place = dict(xytext=(0, 0), textcoords="offset points", ha="center", va="center")
-    return ax.annotate(text, (x, y), **place, fontsize=size, color=colour, bbox=box)
 
 
 def _place_boxes(marks, sizes, scale, keep, frame, sweeps):
@@ -156,17 +129,11 @@ def _place_boxes(marks, sizes, scale, keep, frame, sweeps):
     return boxes
 
 # %% ../../nbs/experiments/07_plots.ipynb #limits
-def _limits(low, high, *, margin=0.14):
-    "Axis limits that hold an interval and the origin, with a margin for labels."
-    low, high = min(0, np.nanmin(low)), max(0, np.nanmax(high))
+def _limits(values, margin=0.1):
+    "Axis limits that hold values and the origin, with a margin for labels."
+    low, high = min(0, np.nanmin(values)), max(0, np.nanmax(values))
     pad = max(high - low, 1e-3) * margin
     return low - pad, high + pad
-
-
-def _bars(values, low, high):
-    "Intervals as matplotlib wants them, distances below and above: (2, n); zero where an end is missing."
-    bars = np.stack([np.subtract(values, low), np.subtract(high, values)]).astype(float)
-    return np.clip(np.where(np.isfinite(bars).all(0), bars, 0), 0, None)
 
 # %% ../../nbs/experiments/07_plots.ipynb #plot-against
 def plot_quantity_vs_unseen(
@@ -177,8 +144,8 @@ def plot_quantity_vs_unseen(
 ):  # ax
     "A measured quantity against the change on unseen classes, by method and benchmark."
     t = table.dropna(subset=["x", "y"])
-    ax.set_xlim(*_limits(t["x"], t["x"], margin=0.1))
-    ax.set_ylim(*_limits(t["y"], t["y"], margin=0.1))
+    ax.set_xlim(*_limits(t["x"]))
+    ax.set_ylim(*_limits(t["y"]))
     ax.axhline(0, color="#777777", lw=0.6)
     by_method = t.groupby("method", sort=False)
     for method, rows in by_method:
@@ -200,10 +167,8 @@ def _spread_heights(y, gap):
     out = y[order].copy()
     for i in range(1, len(out)):
         out[i] = max(out[i], out[i - 1] + gap)
-    out += (y.mean() - out.mean()) if len(out) else 0
-    back = np.empty_like(out)
-    back[order] = out
-    return back
+    out += y.mean() - out.mean()
+    return out[np.argsort(order)]
 
 # %% ../../nbs/experiments/07_plots.ipynb #plot-rho
 def plot_active_ratio(
@@ -212,7 +177,7 @@ def plot_active_ratio(
     *,
     size=6.5,  # of the names, points
 ):  # ax
-    "Active ratio over training: the mean as a line, all runs as a band."
+    "Active ratio over training: the mean as a line, all runs as a band, and the names at the right, moved apart."
     ends = {}
     for method, history in histories.items():
         history, colour = np.atleast_2d(np.asarray(history, float)), method_style(method).colour
@@ -220,32 +185,18 @@ def plot_active_ratio(
         ax.fill_between(epochs, history.min(0), history.max(0), color=colour, alpha=0.18, lw=0)
         ax.plot(epochs, history.mean(0), color=colour)
         ends[method] = epochs[-1], history.mean(0)[-1]
-    last = max((epoch for epoch, _ in ends.values()), default=1)
+    last = max(epoch for epoch, _ in ends.values())
     ax.set_xlim(1, max(last, 2))
     ax.set_ylim(0, None)
     ax.locator_params(axis="x", integer=True)  # there is no epoch 2.5
-    if ends:
-        _name_line_ends(ax, ends, last, size)
-    return ax
-
-
-def _name_line_ends(ax, ends, last, size):
-    "Write the names at the right of the Axes, at the heights of the line ends, moved apart where they would overlap."
     height_in_inches = ax.get_window_extent().height / ax.figure.dpi
     gap = 1.15 * size / 72 / height_in_inches * ax.get_ylim()[1]
     heights = np.maximum(_spread_heights([y for _, y in ends.values()], gap), 0)
+    look = dict(textcoords="data", va="center", fontsize=size, annotation_clip=False)
     for (method, end), height in zip(ends.items(), heights):
-        style = method_style(method)
-        ax.annotate(
-            style.label,
-            end,
-            xytext=(last + 0.03 * (last - 1), height),
-            textcoords="data",
-            va="center",
-            fontsize=size,
-            color=style.colour,
-            annotation_clip=False,
-        )
+        style, place = method_style(method), (last + 0.03 * (last - 1), height)
+        ax.annotate(style.label, end, xytext=place, color=style.colour, **look)
+    return ax
 
 # %% ../../nbs/experiments/07_plots.ipynb #plot-ranges
 def plot_intervals(
@@ -253,27 +204,19 @@ def plot_intervals(
     table,  # DataFrame: method, value, low, high; points
     *,
     order,  # methods from top to bottom; one that the table lacks stays an empty row
-    names=True,  # write the names of the methods at the left
 ):  # ax
     "Change by method: dot and interval, frozen at zero."
     for place, method in enumerate(order):
         ax.axhline(place, color="#EEEEEE", lw=0.5, zorder=0)
         colour = method_style(method).colour
-        for _, row in table[table["method"] == method].iterrows():
-            includes_zero = row["low"] <= 0 <= row["high"]
-            ax.errorbar(
-                row["value"],
-                place,
-                xerr=_bars([row["value"]], [row["low"]], [row["high"]]),
-                **_marker_style(method),
-                elinewidth=0.9,
-                mfc="white" if includes_zero else colour,
-                mec=colour,
-                mew=0.6,
-            )
+        for row in table[table["method"] == method].itertuples():
+            bar = np.nan_to_num([[row.value - row.low], [row.high - row.value]])
+            fill = "white" if row.low <= 0 <= row.high else colour
+            dot = _marker_style(method) | dict(mfc=fill, mec=colour, mew=0.6)
+            ax.errorbar(row.value, place, xerr=bar, elinewidth=0.9, **dot)
     ax.axvline(0, color="#777777", lw=0.6, zorder=1)
     ax.set_ylim(len(order) - 0.4, -0.6)
-    ax.set_yticks(range(len(order)), [method_style(m).label for m in order] if names else [""] * len(order))
+    ax.set_yticks(range(len(order)), [method_style(m).label for m in order])
     for tick, method in zip(ax.get_yticklabels(), order):
         tick.set_color(method_style(method).colour)
     ax.tick_params(axis="y", length=0)

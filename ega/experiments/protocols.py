@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 import ega
-from ..data.arrays import InputError, spawn_rngs
 from ..data.datasets import released_class_split
 from ..data.packs import Split, path_of_pack, read_pack, row_split, split_classes
+from ..data.runtime import spawn_rngs
 from ..measure.metrics import ar_at_k, lp_at_k
 from ..measure.search import SearchConfig
 
@@ -89,17 +89,9 @@ for _encoder, _names in _ENCODED_SETS.items():
         PAPER_BENCHMARKS[f"{_sets}@{_encoder}"] = Benchmark(_train, _unseen, _encoder, PAPER_PACKS[_unseen].name)
 
 # %% ../../nbs/experiments/01_protocols.ipynb #benchmark-of
-def get_benchmark(
-    key,  # key of BENCHMARKS or PAPER_BENCHMARKS
-):  # Benchmark
-    "Look a benchmark up by its key. Raises `InputError` for an unknown key."
-    benchmarks = BENCHMARKS | PAPER_BENCHMARKS
-    if key not in benchmarks:
-        raise InputError(
-            f"benchmark must be one of {', '.join(BENCHMARKS)}, "
-            f"or one of the paper, such as aircraft@clip_vit_b32; got {key!r}"
-        )
-    return benchmarks[key]
+def get_benchmark(key):
+    "The benchmark of a key of BENCHMARKS or PAPER_BENCHMARKS."
+    return (BENCHMARKS | PAPER_BENCHMARKS)[key]
 
 # %% ../../nbs/experiments/01_protocols.ipynb #protocol
 @dataclass(frozen=True)
@@ -130,25 +122,16 @@ class Protocol:
         return tuple(replace(self.index, k=k, nprobe=p) for p in self.nprobes for k in self.ks)
 
 # %% ../../nbs/experiments/01_protocols.ipynb #divide
-def split_rows(
-    y,  # (n,) labels of the rows
-    fractions,  # share of each part; they add up to 1
-    rule,  # "stratified", "permutation" or "file"
-    rng,  # np.random.Generator of the rule "stratified"
-    seed,  # int, seed of the rule "permutation"
-):  # list of int64 arrays of row numbers 0..n-1, disjoint, together all
-    "Divide rows into parts by one of three rules."
+def split_rows(y, fractions, rule, rng, seed):
+    "Divide rows into parts of given shares by one of three rules: lists of row numbers, together all."
     if rule == "stratified":
         return list(row_split(y, rng, fractions=fractions))
     order = np.random.RandomState(seed).permutation(len(y)) if rule == "permutation" else np.arange(len(y))
     return np.split(order, [int(share * len(y)) for share in np.cumsum(fractions)[:-1]])
 
 # %% ../../nbs/experiments/01_protocols.ipynb #rows-of
-def load_embedding_sets(
-    config,  # RunConfig
-    packs,  # folder of packs
-):  # EmbeddingSet to train on, EmbeddingSet of the unseen rows
-    "Read the packs of a run, without their unlabelled rows."
+def load_embedding_sets(config, packs):
+    "Read the packs of a RunConfig from a folder, without unlabelled rows: to train on, of the unseen rows."
     benchmark = get_benchmark(config.benchmark)
     unseen = benchmark.train if get_protocol(config.protocol).held_out else benchmark.unseen
     return tuple(_read_labelled(path_of_pack(name, benchmark.encoder, packs)) for name in (benchmark.train, unseen))
@@ -160,22 +143,32 @@ def _read_labelled(path):
     return es.take(es.y >= 0)
 
 # %% ../../nbs/experiments/01_protocols.ipynb #split-of
-def build_split(
-    config,  # RunConfig
-    es,  # EmbeddingSet to train on, from load_embedding_sets
-    unseen,  # EmbeddingSet of the unseen rows, from load_embedding_sets
-):  # Split
-    "Divide the rows of a run into fit rows, galleries and queries, and check that they are disjoint."
+def build_split(config, es, unseen):
+    "Divide the rows of a RunConfig into fit rows, galleries and queries, and check that they are disjoint."
     benchmark, protocol = get_benchmark(config.benchmark), get_protocol(config.protocol)
     rng = spawn_rngs(config.split_seed).split
+
+    def parts(rows, y, fractions):
+        split = split_rows(y[rows], fractions, protocol.row_rule, rng, config.split_seed)
+        return [rows[part] for part in split]
+
+    def seen_classes(y):
+        if protocol.class_rule == "shuffle":
+            return released_class_split(y, seed=config.split_seed).seen
+        return split_classes(y, rng, seen_fraction=protocol.seen_class_share).seen
+
     if config.task == "in_distribution":
-        return _split_in_distribution(config, protocol, rng, es)
+        all_rows, none = np.arange(len(es)), np.empty(0, np.int64)
+        *kept, queries = parts(all_rows, es.y, protocol.in_distribution_shares)
+        if protocol.leak:
+            return Split(all_rows, kept[-1], queries, none, none)  # fit rows and queries overlap on purpose
+        return Split(kept[0], kept[-1], queries, none, none).check(es.y)
     two_sets = benchmark.train != benchmark.unseen
     known = np.unique(es.y)
-    seen = known if two_sets else _seen_classes(es.y, protocol, rng, config.split_seed)
+    seen = known if two_sets else seen_classes(es.y)
     if protocol.held_out:  # split the seen classes once more; the truly unseen ones are not used
         two_sets, known = False, seen
-        seen = _seen_classes(es.y[np.isin(es.y, seen)], protocol, rng, config.split_seed)
+        seen = seen_classes(es.y[np.isin(es.y, seen)])
     seen_rows = np.flatnonzero(np.isin(es.y, seen))
     unseen_rows = np.arange(len(unseen)) if two_sets else np.flatnonzero(np.isin(es.y, np.setdiff1d(known, seen)))
     if benchmark.own_split:
@@ -183,50 +176,20 @@ def build_split(
         fit, queries = seen_rows[is_train[seen_rows]], seen_rows[is_test[seen_rows]]
         gallery, unseen_queries = unseen_rows[is_train[unseen_rows]], unseen_rows[is_test[unseen_rows]]
     else:
-        fit, queries = _parts(config, protocol, rng, seen_rows, es.y, protocol.seen_row_shares)
+        fit, queries = parts(seen_rows, es.y, protocol.seen_row_shares)
         gallery = unseen_queries = unseen_rows
         if protocol.query_share is not None:
-            shares = (1 - protocol.query_share, protocol.query_share)
-            gallery, unseen_queries = _parts(config, protocol, rng, unseen_rows, unseen.y, shares)
+            gallery, unseen_queries = parts(unseen_rows, unseen.y, (1 - protocol.query_share, protocol.query_share))
     return Split(fit, fit, queries, gallery, unseen_queries).check(es.y, unseen.y if two_sets else None)
 
-# %% ../../nbs/experiments/01_protocols.ipynb #split-in-distribution
-def _parts(config, protocol, rng, rows, y, fractions):
-    "Row numbers divided by the row rule of the protocol."
-    return [rows[part] for part in split_rows(y[rows], fractions, protocol.row_rule, rng, config.split_seed)]
-
-
-def _split_in_distribution(config, protocol, rng, es):
-    "Fit rows, gallery and queries of the same classes; there are no unseen rows."
-    all_rows, none = np.arange(len(es)), np.empty(0, np.int64)
-    *kept, queries = _parts(config, protocol, rng, all_rows, es.y, protocol.in_distribution_shares)
-    if protocol.leak:
-        return Split(all_rows, kept[-1], queries, none, none)  # not checked: fit rows and queries overlap on purpose
-    return Split(kept[0], kept[-1], queries, none, none).check(es.y)
-
-
-def _seen_classes(y, protocol, rng, seed):
-    "The classes that a protocol trains on."
-    if protocol.class_rule == "shuffle":
-        return released_class_split(y, seed=seed).seen
-    return split_classes(y, rng, seen_fraction=protocol.seen_class_share).seen
-
 # %% ../../nbs/experiments/01_protocols.ipynb #outcomes
-def evaluate_neighbours(
-    found,  # Neighbours from the index
-    exact,  # Neighbours from an exact search
-    yb,  # labels of the gallery
-    yq,  # labels of the queries
-    k,  # number of neighbours to count
-    tie_rule,  # Protocol.tie_rule
-):  # label precision (nq,) and ANN recall (nq,) of each query
-    "LP@k and AR@k of each query, under one of two rules for ties and missing neighbours."
+def evaluate_neighbours(found, exact, yb, yq, k, tie_rule):
+    "LP@k (nq,) and AR@k (nq,) of each query, under one of two rules for ties and missing neighbours."
     if tie_rule == "ties_averaged":
         return lp_at_k(found, yb, yq, k), ar_at_k(found, exact, k)
     ids, exact_ids = found.I[:, :k], exact.I[:, :k]
-    same_label = yb[ids] == yq[:, None]
     is_exact = (ids[:, :, None] == exact_ids[:, None]).any(2)
-    return same_label.mean(1), is_exact.mean(1)
+    return (yb[ids] == yq[:, None]).mean(1), is_exact.mean(1)
 
 # %% ../../nbs/experiments/01_protocols.ipynb #experiment
 @dataclass(frozen=True)
@@ -265,23 +228,23 @@ _RELEASED = Protocol(
 @lru_cache(1)
 def published_experiments():  # dict: "E1" to "E23" -> PublishedExperiment
     "Read the experiments of the paper from `data/published_experiments.toml`."
-    path = Path(ega.__file__).parents[1] / "data/published_experiments.toml"
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; the experiments of the paper need a clone of the repository")
-    experiments = {}
+    path, experiments = Path(ega.__file__).parents[1] / "data/published_experiments.toml", {}
     for name, entry in tomllib.loads(path.read_text()).items():
-        entry = {key: _as_tuple(value) for key, value in entry.items()}
         changes = entry.pop("protocol", {})
         if "nlist" in changes:
             nlist = changes.pop("nlist")
             changes["index"] = SearchConfig("ivf", k=1, nlist=nlist, nprobe=1) if nlist else SearchConfig("exact")
-        protocol = replace(_RELEASED, **{key: _as_tuple(value) for key, value in changes.items()})
-        experiments[name] = PublishedExperiment(**entry, protocol=protocol if "task" in entry else None)
+        if "task" in entry:
+            entry["protocol"] = replace(_RELEASED, **_with_tuples(changes))
+        experiments[name] = PublishedExperiment(**_with_tuples(entry))
     return experiments
 
 
-def _as_tuple(value):
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _with_tuples(value):
+    "The value with tuples in place of lists, at any depth."
+    if isinstance(value, dict):
+        return {key: _with_tuples(part) for key, part in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 # %% ../../nbs/experiments/01_protocols.ipynb #fc58e8b0
 PROTOCOLS = {
@@ -289,43 +252,26 @@ PROTOCOLS = {
     "held_out": Protocol(held_out=True),
     "gallery_fitted": Protocol(in_distribution_shares=(0.75, 0.25)),
     "leaked": Protocol(in_distribution_shares=(0.75, 0.25), leak=True),
-    "paper": Protocol(
-        seen_row_shares=(1.0, 0.0),
-        in_distribution_shares=(0.75, 0.25),
-        query_share=0.25,
-        nprobes=(1, 5, 10),
-        ks=(1, 3, 5, 10),
-    ),
+    "paper": replace(_RELEASED, class_rule="stream", row_rule="stratified", tie_rule="ties_averaged"),
 }
 
 
-def get_protocol(
-    key,  # key of PROTOCOLS, or "released/E8"
-):  # Protocol
-    "Look a protocol up by its key. Raises `InputError` for an unknown key."
-    if key in PROTOCOLS:
-        return PROTOCOLS[key]
-    released = {f"released/{name}": e.protocol for name, e in published_experiments().items() if e.protocol}
-    if key not in released:
-        raise InputError(f"protocol must be one of {', '.join((*PROTOCOLS, *released))}; got {key!r}")
-    return released[key]
+def get_protocol(key):
+    'The protocol of a key of PROTOCOLS, or of a published experiment such as "released/E8".'
+    if key.startswith("released/"):
+        return published_experiments()[key.removeprefix("released/")].protocol
+    return PROTOCOLS[key]
 
 # %% ../../nbs/experiments/01_protocols.ipynb #expected-counts
-def published_split_counts(
-    name,  # key of published_experiments
-    benchmark,  # one of its sets
-    seed=42,  # of the run
-):  # (fit rows, gallery rows, queries)
-    "The numbers of fit rows, gallery rows and queries in the published run."
+def published_split_counts(name, benchmark, seed=42):
+    "The numbers of fit rows, gallery rows and queries in a published run, on one of its sets."
     experiment = published_experiments()[name]
     counts = next(c for b, *c in experiment.sets if b == benchmark)
     return tuple(c[experiment.seeds.index(seed)] if isinstance(c, tuple) else c for c in counts)
 
 
-def split_counts(
-    split,  # Split
-):  # (fit rows, gallery rows, queries), of the unseen classes if there are unseen queries, else of the seen ones
-    "The numbers of fit rows, gallery rows and queries in a split."
+def split_counts(split):  # (fit rows, gallery rows, queries)
+    "The same numbers of a Split: of the unseen classes if there are unseen queries, else of the seen ones."
     if len(split.unseen_queries):
         return len(split.fit), len(split.unseen_gallery), len(split.unseen_queries)
     return len(split.fit), len(split.seen_gallery), len(split.seen_queries)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['QueryOutcomes', 'PATH_EPOCHS', 'JointRows', 'TUNING_EPOCHS', 'TUNING_STRENGTHS', 'INDEX_SETTINGS', 'STRENGTHS',
            'DISTANCE_BINS', 'RunConfig', 'build_config', 'fit_and_return_transform', 'evaluate_settings',
-           'evaluate_leave_one_out', 'run_experiment', 'load_joint_rows', 'list_searches', 'evaluate_path',
-           'evaluate_candidates', 'sweep_index_settings', 'sweep_strengths', 'platform_tag', 'use_one_thread']
+           'evaluate_leave_one_out', 'run_experiment', 'load_joint_rows', 'list_searches', 'platform_tag',
+           'use_one_thread']
 
 # %% ../../nbs/experiments/02_runs.ipynb #361afec6
 import hashlib
@@ -26,22 +26,15 @@ import pandas as pd
 import torch
 
 import ega
-from ..data.arrays import InputError, check_number, normalize, spawn_rngs
+from ..data.arrays import InputError, normalize
 from ..data.packs import row_split
-from .protocols import build_split, evaluate_neighbours, get_benchmark, get_protocol, load_embedding_sets
+from ..data.runtime import spawn_rngs
+from .protocols import build_split, evaluate_neighbours, get_protocol, load_embedding_sets
 from ..measure.evaluation import EXTRA_NEIGHBOURS_FOR_TIES, knn_among_rows
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..measure.search import Neighbours, ivf_sweep, knn, loo_knn
 from ..method.adapters import interpolate, load_adapter, save_adapter, transform
-from ega.method.config import (
-    METHODS,
-    AdapterConfig,
-    LossConfig,
-    TrainConfig,
-    check_method,
-    config_to_dict,
-    field_omitted_at_default,
-)
+from ..method.config import METHODS, AdapterConfig, LossConfig, TrainConfig, config_to_dict, field_omitted_at_default
 from ..method.methods import fit_adapter, fit_method
 
 # %% ../../nbs/experiments/02_runs.ipynb #runconfig
@@ -77,26 +70,20 @@ def _config_json(config):
 def _override_setting(config, setting):
     "The configuration with one setting replaced, as in `tau=0.1`."
     name, _, text = setting.partition("=")
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise InputError(f"a setting after the method name must be name=number, got {setting!r}") from error
+    value = float(text)
     for part_name in ("adapter", "loss", "train"):
         part = getattr(config, part_name)
         old = getattr(part, name, None)
         if old is not None:
-            changed = replace(part, **{name: type(old)(value)})
-            return replace(config, **{part_name: changed})
-    if name == "center":
-        return replace(config, center=bool(value))
-    if name == "strength" and config.task in ("path", "tuning"):
-        return replace(config, strength=check_number(value, "strength", minimum=0, maximum=1))
-    if name == "epoch" and config.task == "tuning":
-        return replace(config, epoch=int(value))
-    raise InputError(
-        f"{config.method} has no setting {name!r}; choose center, strength (task path or tuning), epoch (task tuning), "
-        "or a field of its adapter, loss or training configuration that is not None"
-    )
+            return replace(config, **{part_name: replace(part, **{name: type(old)(value)})})
+    kinds = {"center": bool}
+    if config.task in ("path", "tuning"):
+        kinds["strength"] = float
+    if config.task == "tuning":
+        kinds["epoch"] = int
+    if name not in kinds:
+        raise InputError(f"the method {config.method!r} has no setting {name!r} in the task {config.task}")
+    return replace(config, **{name: kinds[name](value)})
 
 # %% ../../nbs/experiments/02_runs.ipynb #config-of
 def build_config(
@@ -113,9 +100,7 @@ def build_config(
 ):  # RunConfig
     "The configuration of a method on a benchmark."
     method_name, *settings = method.split()
-    get_benchmark(benchmark)  # raises InputError for an unknown key
-    get_protocol(protocol)
-    m = METHODS[check_method(method_name)]
+    m = METHODS[method_name]
     adapter = m.adapter
     if adapter.hidden:
         adapter = replace(adapter, hidden=hidden)
@@ -128,15 +113,8 @@ def build_config(
     return config
 
 # %% ../../nbs/experiments/02_runs.ipynb #fit
-def fit_and_return_transform(
-    config,  # RunConfig
-    x,  # (n, d) unit fit rows
-    y,  # (n,) their labels
-    *,
-    checkpoint=None,  # path of a checkpoint, from which a killed run resumes
-    device=None,  # None: CUDA when there is one
-):  # function (m, d) -> (m, d') unit rows, and the training History (None when nothing is trained)
-    "Fit the closed form and train the adapter of a configuration."
+def fit_and_return_transform(config, x, y, *, checkpoint=None, device=None):
+    "Fit a RunConfig: a function that adapts rows (m, d), and the History (None when nothing is trained)."
     init_transform, adapter, history = fit_method(config, x, y, checkpoint=checkpoint, device=device)
 
     def adapt(rows):
@@ -147,8 +125,7 @@ def fit_and_return_transform(
     return adapt, history
 
 # %% ../../nbs/experiments/02_runs.ipynb #prepared
-_Data = namedtuple("_Data", "es unseen split protocol")
-_PreparedRun = namedtuple("_PreparedRun", "es unseen split protocol adapt history seconds")
+_Run = namedtuple("_Run", "es unseen split protocol adapt history seconds", defaults=(None, None, None))
 
 
 def _load_and_split(config, packs):
@@ -156,68 +133,50 @@ def _load_and_split(config, packs):
     es, unseen = load_embedding_sets(config, packs)
     protocol = get_protocol(config.protocol)
     if not protocol.normalized:
-        raise InputError(
-            f"the protocol {config.protocol} searches rows of the lengths the encoder gave them, "
-            "but packs hold unit rows; choose another protocol"
-        )
-    data = _Data(es, unseen, build_split(config, es, unseen), protocol)
-    return _subtract_mean(data) if config.center else data
+        raise InputError(f"the protocol {config.protocol} needs rows of their original lengths, packs hold unit rows")
+    run = _Run(es, unseen, build_split(config, es, unseen), protocol)
+    return _subtract_mean(run) if config.center else run
 
 
-def _subtract_mean(data):
+def _subtract_mean(run):
     "The rows minus the mean of the fit rows, brought to norm 1 again."
-    mean = data.es.x[data.split.fit].mean(0)
-    es = replace(data.es, x=normalize(data.es.x - mean))
-    if data.unseen is data.es:
-        return data._replace(es=es, unseen=es)
-    return data._replace(es=es, unseen=replace(data.unseen, x=normalize(data.unseen.x - mean)))
+    mean = run.es.x[run.split.fit].mean(0)
+    es = replace(run.es, x=normalize(run.es.x - mean))
+    if run.unseen is run.es:
+        return run._replace(es=es, unseen=es)
+    return run._replace(es=es, unseen=replace(run.unseen, x=normalize(run.unseen.x - mean)))
 
 
 def _prepare(config, packs, checkpoint, device):
     "Load the packs, split the rows and fit the adapter of a run."
-    data = _load_and_split(config, packs)
-    x, y = data.es.x[data.split.fit], data.es.y[data.split.fit]
-    start = time.monotonic()
+    run, start = _load_and_split(config, packs), time.monotonic()
+    x, y = run.es.x[run.split.fit], run.es.y[run.split.fit]
     adapt, history = fit_and_return_transform(config, x, y, checkpoint=checkpoint, device=device)
-    return _PreparedRun(*data, adapt, history, time.monotonic() - start)
+    return run._replace(adapt=adapt, history=history, seconds=time.monotonic() - start)
 
 # %% ../../nbs/experiments/02_runs.ipynb #indexed
 # One entry for each query; `neighbour` is the row number of the nearest neighbour in the gallery.
 QueryOutcomes = namedtuple("QueryOutcomes", "hit neighbour ivf_hit ivf_ar")
 
 # %% ../../nbs/experiments/02_runs.ipynb #judge-settings
-def evaluate_settings(
-    zq,  # (nq, d) adapted queries
-    zb,  # (nb, d) adapted gallery
-    yq,  # (nq,) labels of the queries
-    yb,  # (nb,) labels of the gallery
-    protocol,  # Protocol
-):  # dict: SearchConfig -> QueryOutcomes
-    "The outcomes of the queries at every search setting of a protocol."
-    settings = protocol.settings()
+def evaluate_settings(zq, zb, yq, yb, protocol):
+    "The QueryOutcomes at every search setting of a Protocol: SearchConfig -> outcomes."
+    settings, rule = protocol.settings(), protocol.tie_rule
     k = max(s.k for s in settings)
     exact = knn(zq, zb, k + EXTRA_NEIGHBOURS_FOR_TIES)
     nlist = min(protocol.index.nlist or 0, len(zb))  # 0: exact search only
-    found = {}
     if nlist:
         nprobes = {min(s.nprobe, nlist) for s in settings}
         found = ivf_sweep(zq, zb, nlist=nlist, nprobes=nprobes, k=k, kmeans_seed=protocol.index.kmeans_seed)
     outcomes = {}
     for s in settings:
         neighbours = found[min(s.nprobe, nlist)] if nlist else exact
-        hit, _ = evaluate_neighbours(exact, exact, yb, yq, s.k, protocol.tie_rule)
-        ivf_hit, ivf_ar = evaluate_neighbours(neighbours, exact, yb, yq, s.k, protocol.tie_rule)
-        outcomes[s] = QueryOutcomes(hit, exact.I[:, 0], ivf_hit, ivf_ar)
+        hit, _ = evaluate_neighbours(exact, exact, yb, yq, s.k, rule)
+        outcomes[s] = QueryOutcomes(hit, exact.I[:, 0], *evaluate_neighbours(neighbours, exact, yb, yq, s.k, rule))
     return outcomes
 
 # %% ../../nbs/experiments/02_runs.ipynb #judge-left-out
-def evaluate_leave_one_out(
-    z,  # (n, d) adapted rows
-    y,  # (n,) their labels
-    index,  # SearchConfig of the approximate index
-    folds,  # number of folds for the approximate index
-    rng,  # np.random.Generator of the folds
-):  # QueryOutcomes, one entry per row
+def evaluate_leave_one_out(z, y, index, folds, rng):
     "Each row is a query once: exactly against all other rows, and through an index of the other folds."
     exact, rows = loo_knn(z, index.k + EXTRA_NEIGHBOURS_FOR_TIES), np.arange(len(z))
     ivf_hit, ivf_ar = _search_index(z, y, rows, rows, exact, index, row_split(y, rng, fractions=(1 / folds,) * folds))
@@ -262,57 +221,39 @@ def run_experiment(
     path_epochs=PATH_EPOCHS,  # of the task `path`: finished epochs after which it evaluates
 ):  # DataFrame: one row for each query set and search setting, with the outcomes of the queries in list columns
     "Train, transform, search and evaluate one configuration."
-    sweeps = {"index": sweep_index_settings, "curve": sweep_strengths, "tuning": evaluate_candidates}
-    if config.task in sweeps:
-        return sweeps[config.task](config, packs, checkpoint=checkpoint, device=device)
     if config.task == "path":
-        return evaluate_path(config, packs, checkpoint=checkpoint, device=device, epochs=path_epochs)
-    if config.task not in ("unseen", "in_distribution"):
-        raise InputError(
-            f"task must be unseen, in_distribution, path or one of {', '.join(sweeps)}; got {config.task!r}"
-        )
-    run = _prepare(config, packs, checkpoint, device)
-    z = run.adapt(run.es.x)
-    rows = _seen_result(config, run, z)
-    if len(run.split.unseen_queries):
-        z_unseen = z if run.unseen is run.es else run.adapt(run.unseen.x)
-        rows += _unseen_result(config, run, z_unseen)
-    return pd.DataFrame(rows)
+        return _evaluate_path(config, packs, checkpoint, device, path_epochs)
+    tasks = {"tuning": _evaluate_candidates, "index": _sweep_index_settings, "curve": _sweep_strengths}
+    tasks |= dict.fromkeys(("unseen", "in_distribution"), _evaluate_once)
+    return tasks[config.task](config, packs, checkpoint, device)
 
 # %% ../../nbs/experiments/02_runs.ipynb #result-rows
-def _seen_result(config, run, z):
-    "The rows of the seen queries, for each of their galleries."
-    split, y = run.split, run.es.y
-    q = split.seen_queries
-    if not len(q):
-        return []
-    galleries = {"seen": split.seen_gallery}
-    fit_is_apart = not np.intersect1d(split.fit, split.seen_gallery).size
-    if config.task == "in_distribution" and fit_is_apart:
+def _evaluate_once(config, packs, checkpoint, device):
+    "Seen queries in each of their galleries, and unseen queries; one row for each query set and search setting."
+    run = _prepare(config, packs, checkpoint, device)
+    split, z = run.split, run.adapt(run.es.x)
+    galleries = {"seen": split.seen_gallery} if len(split.seen_queries) else {}
+    if config.task == "in_distribution" and not np.intersect1d(split.fit, split.seen_gallery).size:
         galleries["seen_fit_gallery"] = split.fit
     rows = []
-    for query_set, g in galleries.items():
-        outcomes = evaluate_settings(z[q], z[g], y[q], y[g], run.protocol)
-        rows += _result_rows(config, run, query_set, run.es, z, q, g, outcomes)
-    return rows
+    for query_set, gallery in galleries.items():
+        rows += _evaluate_queries(config, run, query_set, run.es, z, split.seen_queries, gallery)
+    if len(split.unseen_queries):
+        z = z if run.unseen is run.es else run.adapt(run.unseen.x)
+        rows += _evaluate_queries(config, run, "unseen", run.unseen, z, split.unseen_queries, split.unseen_gallery)
+    return pd.DataFrame(rows)
 
 
-def _unseen_result(config, run, z):
-    "The rows of the unseen queries: leave-one-out where gallery and queries are the same rows."
-    protocol, y = run.protocol, run.unseen.y
-    q, g = run.split.unseen_queries, run.split.unseen_gallery
-    if np.array_equal(g, q):
+def _evaluate_queries(config, run, query_set, es, z, q, b):
+    "The rows of one query set; leave-one-out where gallery and queries are the same rows."
+    protocol, y = run.protocol, es.y
+    if np.array_equal(q, b):
         rng = spawn_rngs(config.split_seed).eval
         outcomes = {protocol.index: evaluate_leave_one_out(z[q], y[q], protocol.index, protocol.folds, rng)}
     else:
-        outcomes = evaluate_settings(z[q], z[g], y[q], y[g], protocol)
-    return _result_rows(config, run, "unseen", run.unseen, z, q, g, outcomes)
-
-
-def _result_rows(config, run, query_set, es, z, q, g, outcomes):
-    "One row for each search setting, with neighbours as row numbers of the whole set."
+        outcomes = evaluate_settings(z[q], z[b], y[q], y[b], protocol)
     return [
-        _row(config, index, run, query_set, len(g), es, z, q, o._replace(neighbour=g[o.neighbour]))
+        _row(config, index, run, query_set, len(b), es, z, q, o._replace(neighbour=b[o.neighbour]))
         for index, o in outcomes.items()
     ]
 
@@ -320,9 +261,9 @@ def _result_rows(config, run, query_set, es, z, q, g, outcomes):
 JointRows = namedtuple("JointRows", "x y fit seen_gallery seen_queries unseen_gallery unseen_queries")
 
 
-def _join_rows(data):
+def _join_rows(run):
     "The rows of both sets as one set, where rows and labels of a second set are numbered after those of the first."
-    es, unseen, split = data.es, data.unseen, data.split
+    es, unseen, split = run.es, run.unseen, run.split
     seen = (split.fit, split.seen_gallery, split.seen_queries)
     if unseen is es:
         return JointRows(es.x, es.y, *seen, split.unseen_gallery, split.unseen_queries)
@@ -330,17 +271,12 @@ def _join_rows(data):
     return JointRows(x, y, *seen, len(es) + split.unseen_gallery, len(es) + split.unseen_queries)
 
 
-def load_joint_rows(
-    config,  # RunConfig
-    packs,  # folder of packs
-):  # JointRows
-    "Seen and unseen embeddings of a run in one array, with labels and the row numbers of its split."
+def load_joint_rows(config, packs):
+    "The seen and unseen embeddings of a RunConfig in one array, with labels and the row numbers of its split."
     return _join_rows(_load_and_split(config, packs))
 
 
-def list_searches(
-    rows,  # JointRows
-):  # list of (query set, kind of gallery, row numbers of the queries, row numbers of the gallery)
+def list_searches(rows):  # list of (query set, kind of gallery, row numbers of the queries, row numbers of the gallery)
     "The four searches of a run: seen and unseen queries, each in its own and in the mixed gallery."
     mixed = np.union1d(rows.fit, rows.unseen_gallery)
     return [
@@ -364,49 +300,37 @@ def _snapshot_folder(checkpoint):
     shutil.rmtree(folder)
 
 
-def _adapted_at_epochs(config, data, rows, epochs, checkpoint, device):
+def _adapted_at_epochs(config, run, rows, epochs, checkpoint, device):
     "Train once; at the start and after each of the epochs yield its record (epoch, loss ...) and all rows, adapted."
-    fit = data.split.fit
+    fit, start, nan = run.split.fit, time.monotonic(), float("nan")
     with _snapshot_folder(checkpoint) as folder:
 
         def save_snapshot(epoch, _, adapter):
             if epoch in epochs:
                 save_adapter(adapter, folder / f"{epoch}.safetensors")
 
-        start = time.monotonic()
         options = dict(checkpoint=checkpoint, device=device, on_epoch=save_snapshot)
-        fitted = fit_method(config, data.es.x[fit], data.es.y[fit], **options)
+        fitted = fit_method(config, run.es.x[fit], run.es.y[fit], **options)
         seconds = time.monotonic() - start
-        history = _epoch_history(config, fitted.history)
         x = fitted.init_transform.transform(rows.x) if fitted.init_transform else rows.x
-        for epoch in [0, *(e for e in epochs if 0 < e <= len(history["loss"]))]:
-            z = transform(load_adapter(folder / f"{epoch}.safetensors"), x, device=device) if epoch else x
-            training = dict(
-                epoch=epoch,
-                active_ratio=float(history["rho"][epoch - 1]) if epoch else float("nan"),
-                loss=float(history["loss"][epoch - 1]) if epoch else float("nan"),
-                seconds=seconds,
-            )
-            yield training, z
+        yield dict(epoch=0, active_ratio=nan, loss=nan, seconds=seconds), x
+        history = _epoch_history(config, fitted.history)
+        for epoch in (e for e in epochs if 0 < e <= len(history["loss"])):
+            z = transform(load_adapter(folder / f"{epoch}.safetensors"), x, device=device)
+            ratio, loss = float(history["rho"][epoch - 1]), float(history["loss"][epoch - 1])
+            yield dict(epoch=epoch, active_ratio=ratio, loss=loss, seconds=seconds), z
 
 
-def evaluate_path(
-    config,  # RunConfig
-    packs,  # folder of packs
-    *,
-    checkpoint=None,  # path of a checkpoint, from which a killed run resumes
-    device=None,  # None: CUDA when there is one
-    epochs=PATH_EPOCHS,  # finished epochs after which it evaluates
-):  # DataFrame: one row for each query set, gallery and epoch, with the outcomes of the queries in list columns
+def _evaluate_path(config, packs, checkpoint, device, epochs):
     "LP@1 and capture rate in both galleries, at the start of a training (epoch 0) and after some of its epochs."
-    data = _load_and_split(config, packs)
-    joint, tables = _join_rows(data), []
+    run = _load_and_split(config, packs)
+    joint, tables = _join_rows(run), []
     if config.strength != 1:
-        return pd.DataFrame(_rows_at_strength(config, data, joint, device))
+        return pd.DataFrame(_rows_at_strength(config, run, joint, device))
     n_epochs = config.train.epochs if config.train else 0
     last = max(e for e in (0, *epochs) if e <= n_epochs)
-    for training, z in _adapted_at_epochs(config, data, joint, epochs, checkpoint, device):
-        tables += _path_rows(config, data, joint, z, training, is_last=training["epoch"] == last)
+    for training, z in _adapted_at_epochs(config, run, joint, epochs, checkpoint, device):
+        tables += _path_rows(config, run, joint, z, training, is_last=training["epoch"] == last)
     return pd.DataFrame(tables)
 
 # %% ../../nbs/experiments/02_runs.ipynb #c44d8a6a
@@ -423,34 +347,34 @@ def _exact_neighbours(z, rows, queries, gallery, key):
     return found
 
 
-def _path_rows(config, data, rows, z, training, is_last, gallery_kinds=("own", "mixed")):
+def _path_rows(config, run, rows, z, training, is_last, gallery_kinds=("own", "mixed")):
     "The stored rows of one epoch: one for each query set and gallery."
-    none, origin, table = np.empty(0, np.float32), _run_columns(config, data), []
+    none, origin, table = np.empty(0, np.float32), _run_columns(config, run), []
+    key = (origin["packs"], config.benchmark, config.protocol, config.split_seed, config.center)
     for query_set, gallery_kind, q, b in list_searches(rows):
         if gallery_kind not in gallery_kinds:
             continue
-        key = (origin["packs"], config.benchmark, config.protocol, config.split_seed, config.center, query_set)
-        found = _exact_neighbours(z, rows, q, b, (*key, gallery_kind))
+        found = _exact_neighbours(z, rows, q, b, (*key, query_set, gallery_kind))
         hit, neighbour = lp_at_k(found, rows.y[b], rows.y[q]), b[found.I[:, 0]]
-        ivf_hit = ivf_ar = none
+        ivf_hit = ivf_ar = captured = none
         if is_last:
             folds = [np.arange(len(q))]
             if np.isin(q, b).all():  # leave-one-out
-                shares = (1 / data.protocol.folds,) * data.protocol.folds
+                shares = (1 / run.protocol.folds,) * run.protocol.folds
                 folds = row_split(rows.y[q], spawn_rngs(config.split_seed).eval, fractions=shares)
-            ivf_hit, ivf_ar = _search_index(z, rows.y, q, b, found, data.protocol.index, folds)
-        is_capture_defined = (query_set, gallery_kind) == ("unseen", "mixed")
-        captured = np.float32(np.isin(neighbour, rows.fit)) if is_capture_defined else none
+            ivf_hit, ivf_ar = _search_index(z, rows.y, q, b, found, run.protocol.index, folds)
+        if (query_set, gallery_kind) == ("unseen", "mixed"):
+            captured = np.float32(np.isin(neighbour, rows.fit))
         row = dict(
             query_set=query_set,
             gallery_kind=gallery_kind,
             n=len(q),
             gallery=len(b),
             lp_at_1=float(hit.mean()),
-            capture_rate=float(captured.mean()) if len(captured) else float("nan"),
-            lp_at_1_ivf=float(ivf_hit.mean()) if is_last else float("nan"),
-            ar_at_1=float(ivf_ar.mean()) if is_last else float("nan"),
-            displacement=float(displacement(z[q], rows.x[q]).mean()) if z.shape == rows.x.shape else float("nan"),
+            capture_rate=_mean_or_nan(captured),
+            lp_at_1_ivf=_mean_or_nan(ivf_hit),
+            ar_at_1=_mean_or_nan(ivf_ar),
+            displacement=_mean_displacement(z[q], rows.x[q]),
             query=np.int32(q),
             query_class=np.int32(rows.y[q]),
             hit=np.float32(hit),
@@ -463,13 +387,22 @@ def _path_rows(config, data, rows, z, training, is_last, gallery_kinds=("own", "
     return table
 
 
-def _rows_at_strength(config, data, rows, device):
+def _mean_or_nan(values):
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _mean_displacement(z, x):
+    "The mean displacement; nan where the adapter changes the dimension."
+    return float(displacement(z, x).mean()) if z.shape == x.shape else float("nan")
+
+
+def _rows_at_strength(config, run, rows, device):
     "The result rows of a method fitted at a strength other than 1, under the number of its last epoch."
-    fit, start, none = data.split.fit, time.monotonic(), float("nan")
-    adapter = fit_adapter(config, data.es.x[fit], data.es.y[fit], strength=config.strength, device=device)
-    training = dict(epoch=config.train.epochs if config.train else 0, active_ratio=none, loss=none)
+    fit, start, nan = run.split.fit, time.monotonic(), float("nan")
+    adapter = fit_adapter(config, run.es.x[fit], run.es.y[fit], strength=config.strength, device=device)
+    training = dict(epoch=config.train.epochs if config.train else 0, active_ratio=nan, loss=nan)
     z = transform(adapter, rows.x, device=device)
-    return _path_rows(config, data, rows, z, training | {"seconds": time.monotonic() - start}, is_last=True)
+    return _path_rows(config, run, rows, z, training | {"seconds": time.monotonic() - start}, is_last=True)
 
 # %% ../../nbs/experiments/02_runs.ipynb #b814481b
 TUNING_EPOCHS = (2, 5, 10, 20)  # finished epochs after which the task `tuning` evaluates
@@ -479,31 +412,23 @@ _TUNING_COLUMNS += ["query_set", "gallery_kind", "n", "lp_at_1", "capture_rate",
 _TUNING_COLUMNS += ["seconds", "version", "machine", "packs", "config"]
 
 
-def evaluate_candidates(
-    config,  # RunConfig
-    packs,  # folder of packs
-    *,
-    checkpoint=None,  # path of a checkpoint, from which a killed run resumes
-    device=None,  # None: CUDA when there is one
-):  # DataFrame: one row for each epoch, strength, query set and gallery
+def _evaluate_candidates(config, packs, checkpoint, device):
     "LP@1 after each of `TUNING_EPOCHS` and at each of `TUNING_STRENGTHS`, or at the epoch and strength of `config`."
-    data = _load_and_split(config, packs)
-    rows, tables = _join_rows(data), []
+    run = _load_and_split(config, packs)
+    rows, tables = _join_rows(run), []
     epochs, strengths = TUNING_EPOCHS if config.train else (0,), TUNING_STRENGTHS
     if config.epoch is not None:
-        n_epochs = config.train.epochs if config.train else 0
-        check_number(config.epoch, f"the epoch of {config.method}", minimum=0, maximum=n_epochs)
         epochs, strengths = (config.epoch,), (config.strength,)
     elif config.method == "frozen":
         strengths = (0.0,)
-    is_choice = get_protocol(config.protocol).held_out
-    for training, z in _adapted_at_epochs(config, data, rows, epochs, checkpoint, device):
+    is_choice = run.protocol.held_out
+    kinds = ("mixed",) if is_choice else ("own", "mixed")
+    for training, z in _adapted_at_epochs(config, run, rows, epochs, checkpoint, device):
         if training["epoch"] not in epochs:  # the start of a training
             continue
         for strength in strengths:
             mixed = _at_strength(rows.x, z, strength)
-            kinds = ("mixed",) if is_choice else ("own", "mixed")
-            found = _path_rows(config, data, rows, mixed, training, is_last=False, gallery_kinds=kinds)
+            found = _path_rows(config, run, rows, mixed, training, is_last=False, gallery_kinds=kinds)
             tables += [row | {"strength": strength} for row in found]
     of_queries = [] if is_choice else ["query", "query_class", "hit", "captured"]
     return pd.DataFrame(tables)[_TUNING_COLUMNS + of_queries]
@@ -512,14 +437,8 @@ def evaluate_candidates(
 INDEX_SETTINGS = {"nlist": (10, 32, 100), "nprobe": (1, 2, 5, 10, 32, 100), "k": (1, 3, 5, 10)}
 
 
-def sweep_index_settings(
-    config,  # RunConfig
-    packs,  # folder of packs
-    *,
-    checkpoint=None,  # path of a checkpoint, from which a killed run resumes
-    device=None,  # None: CUDA when there is one
-):  # DataFrame: one row for each setting of the index, and one for each K of exact search (nlist and nprobe 0)
-    "LP@K and AR@K of one run over nlist, nprobe and K."
+def _sweep_index_settings(config, packs, checkpoint, device):
+    "LP@K and AR@K at each setting of the index, and at each K of exact search (nlist and nprobe 0)."
     run = _prepare(config, packs, checkpoint, device)
     y, q, b = run.unseen.y, run.split.unseen_queries, run.split.unseen_gallery
     if np.array_equal(q, b):  # leave-one-out: take the first fold as queries
@@ -529,52 +448,29 @@ def sweep_index_settings(
     z = run.adapt(run.unseen.x)
     max_k = max(INDEX_SETTINGS["k"])
     exact = knn(z[q], z[b], max_k + EXTRA_NEIGHBOURS_FOR_TIES)
-    rows = _rows_for_each_k(exact, exact, y[q], y[b], nlist=0, nprobe=0, scanned=1.0)
-    for nlist in INDEX_SETTINGS["nlist"]:
-        if nlist > len(b):
-            continue
+    searches = [(0, 0, exact, 1.0)]
+    for nlist in (n for n in INDEX_SETTINGS["nlist"] if n <= len(b)):
         nprobes = [p for p in INDEX_SETTINGS["nprobe"] if p <= nlist]
         for nprobe, found in ivf_sweep(z[q], z[b], nlist=nlist, nprobes=nprobes, k=max_k).items():
-            scanned = float(found.scanned.mean())
-            rows += _rows_for_each_k(found, exact, y[q], y[b], nlist=nlist, nprobe=nprobe, scanned=scanned)
+            searches.append((nlist, nprobe, found, float(found.scanned.mean())))
+    rows = []
+    for nlist, nprobe, found, scanned in searches:
+        for k in INDEX_SETTINGS["k"]:
+            lp, ar = lp_at_k(found, y[b], y[q], k).mean(), ar_at_k(found, exact, k).mean()
+            rows.append(dict(nlist=nlist, nprobe=nprobe, k=k, scanned=scanned, lp=lp, ar=ar))
     return pd.DataFrame(rows).assign(query_set="unseen", n=len(q), gallery=len(b), **_run_columns(config, run))
-
-
-def _rows_for_each_k(found, exact, yq, yb, **setting):
-    "Mean LP@K and AR@K of one index setting at each K."
-    return [
-        dict(
-            nlist=setting["nlist"],
-            nprobe=setting["nprobe"],
-            k=k,
-            scanned=setting["scanned"],
-            lp=lp_at_k(found, yb, yq, k).mean(),
-            ar=ar_at_k(found, exact, k).mean(),
-        )
-        for k in INDEX_SETTINGS["k"]
-    ]
 
 # %% ../../nbs/experiments/02_runs.ipynb #run-columns
 def _run_columns(config, run):
-    "The columns that every result row has: configuration, versions, machine and packs."
+    "The columns of every result row: configuration, versions, machine, first digits of the packs' hashes."
+    names = ("run_id", "task", "protocol", "benchmark", "method", "split_seed", "seed")
     return dict(
-        run_id=config.run_id,
-        task=config.task,
-        protocol=config.protocol,
-        benchmark=config.benchmark,
-        method=config.method,
-        split_seed=config.split_seed,
-        seed=config.seed,
+        **{name: getattr(config, name) for name in names},
         version=ega.__version__,
         machine=platform_tag(),
-        packs=_pack_hashes(run),
+        packs=" ".join(dict.fromkeys(es.meta["sha256"][:16] for es in (run.es, run.unseen))),
         config=_config_json(config),
     )
-
-
-def _pack_hashes(run):
-    "The first digits of the hashes of the embeddings, so that a row says which vectors it was measured on."
-    return " ".join(dict.fromkeys(es.meta["sha256"][:16] for es in (run.es, run.unseen)))
 
 # %% ../../nbs/experiments/02_runs.ipynb #between
 STRENGTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -588,14 +484,8 @@ def _at_strength(x, z, strength):
     return np.float32(np.hstack([(1 - strength) ** 0.5 * x, strength**0.5 * z]))
 
 # %% ../../nbs/experiments/02_runs.ipynb #over-alphas
-def sweep_strengths(
-    config,  # RunConfig
-    packs,  # folder of packs
-    *,
-    checkpoint=None,  # path of a checkpoint, from which a killed run resumes
-    device=None,  # None: CUDA when there is one
-):  # DataFrame: one row for each query set and strength, with hits and histograms of distances in list columns
-    "Label precision and pair distances of one run at every strength."
+def _sweep_strengths(config, packs, checkpoint, device):
+    "Label precision and pair distances at every strength: one row for each, with hits and histograms of distances."
     run = _prepare(config, packs, checkpoint, device)
     strengths = (0.0,) if config.method == "frozen" else STRENGTHS[1:]
     split, rows = run.split, []
@@ -608,8 +498,7 @@ def sweep_strengths(
         x, z = es.x[used], run.adapt(es.x[used])
         at_q, at_b = np.searchsorted(used, q), np.searchsorted(used, b)
         for strength in strengths:
-            mixed = _at_strength(x, z, strength)
-            row = _strength_row(config, run, es, mixed, q, b, at_q, at_b)
+            row = _strength_row(config, run, es, _at_strength(x, z, strength), q, b, at_q, at_b)
             rows.append(dict(query_set=query_set, strength=strength) | row)
     k = run.protocol.index.k
     return pd.DataFrame(rows).assign(index="exact", k=k, nlist=0, nprobe=0, **_run_columns(config, run))
@@ -624,30 +513,18 @@ def _strength_row(config, run, es, mixed, q, b, at_q, at_b):
         found = knn(mixed[at_q], mixed[at_b], k + EXTRA_NEIGHBOURS_FOR_TIES)
     hit = lp_at_k(found, es.y[b], yq, k)
     same_class, other_class = pair_distances(mixed[at_q], yq, spawn_rngs(config.split_seed).eval)
-    same_dim = mixed.shape[1] == es.dim
     return dict(
         n=len(q),
         gallery=len(b),
         lp_at_1=float(hit.mean()),
-        **_distance_columns(same_class, other_class),
+        **pair_separation(same_class, other_class)._asdict(),
+        within=np.float32(np.histogram(same_class, DISTANCE_BINS)[0] / len(same_class)),
+        between=np.float32(np.histogram(other_class, DISTANCE_BINS)[0] / len(other_class)),
         active_ratio_final=_final_active_ratio(config, run.history),
-        displacement=float(displacement(mixed[at_q], es.x[q]).mean()) if same_dim else float("nan"),
+        displacement=_mean_displacement(mixed[at_q], es.x[q]),
         query=np.int32(q),
         query_class=np.int32(yq),
         hit=np.float32(hit),
-    )
-
-# %% ../../nbs/experiments/02_runs.ipynb #distance-columns
-def _distance_columns(same_class, other_class):
-    "How far apart pairs of one class and pairs of two classes lie."
-    stats = pair_separation(same_class, other_class)
-    return dict(
-        auc=stats.auc,
-        d_pos=stats.d_pos,
-        d_neg=stats.d_neg,
-        overlap=stats.overlap,
-        within=np.float32(np.histogram(same_class, DISTANCE_BINS)[0] / len(same_class)),
-        between=np.float32(np.histogram(other_class, DISTANCE_BINS)[0] / len(other_class)),
     )
 
 
@@ -671,13 +548,9 @@ def platform_tag():
 
 def _row(config, index, run, query_set, gallery, es, z, queries, outcomes):
     "The stored row of one query set at one search setting."
-    comparable = z.shape == es.x.shape and config.adapter.kind != "no_sphere"
-    moved = displacement(z[queries], es.x[queries]).mean() if comparable else float("nan")
     epochs = _epoch_history(config, run.history)
-    origin = _run_columns(config, run)
-    key = ("run_id", "task", "protocol", "benchmark", "method", "split_seed", "seed")
-    return dict(
-        **{name: origin[name] for name in key},
+    is_comparable = config.adapter.kind != "no_sphere"
+    row = dict(
         query_set=query_set,
         n=len(queries),
         gallery=gallery,
@@ -688,12 +561,11 @@ def _row(config, index, run, query_set, gallery, es, z, queries, outcomes):
         lp_at_1=float(outcomes.hit.mean()),
         lp_at_1_ivf=float(outcomes.ivf_hit.mean()),
         ar_at_1=float(outcomes.ivf_ar.mean()),
-        displacement=float(moved),
+        displacement=_mean_displacement(z[queries], es.x[queries]) if is_comparable else float("nan"),
         active_ratio_final=_final_active_ratio(config, run.history),
         active_ratio_history=np.float32(epochs["rho"]),
         loss_history=np.float32(epochs["loss"]),
         seconds=run.seconds,
-        **{name: value for name, value in origin.items() if name not in key},
         query=np.int32(queries),
         query_class=np.int32(es.y[queries]),
         neighbour=np.int32(outcomes.neighbour),
@@ -701,18 +573,13 @@ def _row(config, index, run, query_set, gallery, es, z, queries, outcomes):
         ivf_hit=np.float32(outcomes.ivf_hit),
         ivf_ar=np.float32(outcomes.ivf_ar),
     )
+    return _run_columns(config, run) | row
 
 # %% ../../nbs/experiments/02_runs.ipynb #one-thread
 def use_one_thread():
     "Limit every numerical library of this process to one thread, the setting in which stored digits are made."
-    os.environ["OMP_NUM_THREADS"] = "1"
     from threadpoolctl import threadpool_limits
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # for libraries that are loaded later
     torch.set_num_threads(1)
-    try:
-        import faiss
-    except ImportError:
-        pass
-    else:
-        faiss.omp_set_num_threads(1)
-    threadpool_limits(1)  # the BLAS of NumPy reads its environment variables only at import
+    threadpool_limits(1)

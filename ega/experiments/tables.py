@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['BENCHMARK_ORDER', 'REPORTED_EXPERIMENTS', 'format_percentage_points', 'format_interval', 'markdown_table',
-           'latex_table', 'write_text', 'write_table', 'tidy_summary', 'benchmark_title', 'read_strict_protocol_runs',
-           'missing_placeholder', 'field_values', 'name_of_stored_grid', 'settings_row', 'results_source', 'read_table']
+           'latex_table', 'write_text', 'write_table', 'tidy_summary', 'benchmark_title', 'read_complete_runs',
+           'missing_placeholder', 'settings_row', 'results_source', 'read_table']
 
 # %% ../../nbs/experiments/06_tables.ipynb #tables-imports
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,30 +15,21 @@ import pandas as pd
 
 from ..data.arrays import InputError
 from ..data.files import atomic_write, read_json
-from .grids import GRIDS, read_results
+from .grids import GRIDS, ResultStore, read_results
 from .plots import METHOD_STYLES
-from ..method.config import uses_gradient_training
+from .summary import hidden_and_epochs, listed
 
 # %% ../../nbs/experiments/06_tables.ipynb #8cc02cd2
-def format_percentage_points(
-    x,  # number, points of LP@1 or AR@1
-    sign=False,  # write a plus sign for positive numbers
-):  # text with one decimal and a true minus; a dash for a missing number
-    "A number as the tables print it."
+def format_percentage_points(x, sign=False):
+    "A number as the tables print it: one decimal, a true minus; a dash for a missing number."
     if not np.isfinite(x):
         return "–"
     text = f"{x:+.1f}" if sign else f"{x:.1f}"
-    if float(text) == 0:
-        return "0.0"  # neither -0.0 nor +0.0
-    return text.replace("-", "−")
+    return "0.0" if float(text) == 0 else text.replace("-", "−")  # neither -0.0 nor +0.0
 
 
-def format_interval(
-    low,  # lower end
-    high,  # upper end
-    sign=False,  # write a plus sign for positive numbers
-):  # "[−1.0, +2.0]" with a space that does not break; "" where an end is missing
-    "An interval as the tables print it."
+def format_interval(low, high, sign=False):  # "[−1.0, +2.0]" with a space that does not break
+    'An interval as the tables print it; "" where an end is missing.'
     if not (np.isfinite(low) and np.isfinite(high)):
         return ""
     return f"[{format_percentage_points(low, sign)},\N{NO-BREAK SPACE}{format_percentage_points(high, sign)}]"
@@ -66,31 +56,22 @@ _LATEX = {
 }
 
 
-def markdown_table(
-    header,  # list of column names
-    rows,  # lists of values, one list a row
-):  # lines of Markdown
-    "A table as Markdown."
+def markdown_table(header, rows):
+    "A table as Markdown: names of columns, and a list of values for each row."
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def latex_table(
-    header,  # list of column names
-    rows,  # list of lists of text
-):  # a booktabs tabular
-    "A table as LaTeX, with special characters escaped."
+def latex_table(header, rows):
+    "A table of text as a booktabs tabular, with special characters escaped."
     escapes = str.maketrans(_LATEX)
     columns = [name.translate(escapes) for name in header]
     frame = pd.DataFrame([[cell.translate(escapes) for cell in row] for row in rows], columns=columns)
     return frame.to_latex(index=False, escape=False, column_format="l" + "r" * (len(header) - 1))
 
 # %% ../../nbs/experiments/06_tables.ipynb #write-table
-def write_text(
-    path,  # of the file
-    text,  # its content; None: remove the file
-):  # the text
-    "Write a text file completely; a text of None removes the file, so that no table outlives its results."
+def write_text(path, text):
+    "Write a text file completely and return the text; None removes the file, so that no table outlives its results."
     if text is None:
         Path(path).unlink(missing_ok=True)
     else:
@@ -99,18 +80,12 @@ def write_text(
     return text
 
 
-def write_table(
-    stem,  # path of the files without ending
-    frame,  # DataFrame with all digits; None: remove an old table
-    header,  # column names of the printed table
-    rows,  # its rows of text
-):  # the Markdown
-    "Write one table as CSV, Markdown and LaTeX."
+def write_table(stem, frame, header, rows):
+    "Write text rows as Markdown, which is returned, and LaTeX, and a frame as CSV; a frame of None removes all."
     csv = tex = md = None
     if frame is not None:
         csv = frame.to_csv(index=False, float_format="%.4f", lineterminator="\n")
-        tex = latex_table(header, rows)
-        md = markdown_table(header, rows) + "\n"
+        tex, md = latex_table(header, rows), markdown_table(header, rows) + "\n"
     write_text(f"{stem}.csv", csv)
     write_text(f"{stem}.tex", tex)
     return write_text(f"{stem}.md", md)
@@ -125,20 +100,20 @@ def tidy_summary(
 ):  # DataFrame: benchmark, method, n, runs, lp_at_1 + ends, diff + ends, ar_at_1 + ends, displacement, rho; points
     "The summary of one query set: a row for each benchmark and method, in the order of all tables."
     key, interval = ["benchmark", "method"], ["value", "low", "high"]
-    s = summary[summary["query_set"] == query_set]
-    by_metric = {metric: g.set_index(key) for metric, g in s.groupby("metric")}
-
-    def renamed(metric):
-        return dict(zip(interval, [metric, f"{metric}_low", f"{metric}_high"]))
-
-    columns = ["n", "runs", *interval, "diff", "diff_low", "diff_high"]
-    table = by_metric["lp_at_1"][columns].astype({"n": int, "runs": int}).rename(columns=renamed("lp_at_1"))
+    of_set = summary[summary["query_set"] == query_set]
+    by_metric = {metric: g.set_index(key) for metric, g in of_set.groupby("metric")}
+    table = by_metric["lp_at_1"][["n", "runs", *interval, "diff", "diff_low", "diff_high"]]
+    table = table.astype({"n": int, "runs": int}).rename(columns=_interval_names("lp_at_1"))
     if "ar_at_1" in by_metric:
-        table = table.join(by_metric["ar_at_1"][interval].rename(columns=renamed("ar_at_1")))
+        table = table.join(by_metric["ar_at_1"][interval].rename(columns=_interval_names("ar_at_1")))
     for metric, name in (("displacement", "displacement"), ("active_ratio_final", "rho")):
         if metric in by_metric:
             table = table.join(by_metric[metric]["value"].rename(name))
     return table.reset_index().sort_values(key, key=_table_order, ignore_index=True)
+
+
+def _interval_names(metric):
+    return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
 def _table_order(values):
@@ -147,10 +122,8 @@ def _table_order(values):
     return values.map(order).fillna(len(BENCHMARK_ORDER) - 2.5)
 
 
-def benchmark_title(
-    benchmark,  # "tiny200>cifar10"
-):  # "tiny200 → cifar10"
-    "A benchmark as the tables print it."
+def benchmark_title(benchmark):
+    'A benchmark as the tables print it: "tiny200 → cifar10".'
     return benchmark.replace(">", " → ")
 
 # %% ../../nbs/experiments/06_tables.ipynb #strict-runs
@@ -161,140 +134,80 @@ REPORTED_EXPERIMENTS = {
 }
 
 
-def read_strict_protocol_runs(
-    folder,  # of results
-    experiment,  # name of a stored experiment
-    columns=None,  # names of columns, `protocol` among them; None: all
-):  # DataFrame of its runs under the strict protocol, or None
-    "The stored runs of an experiment under the strict protocol, if there are any."
-    table, parts = Path(folder) / f"{experiment}.parquet", Path(folder) / f"{experiment}.parts"
-    if not table.exists() and not any(parts.glob("*.parquet")):
-        return None
-    rows = read_results(folder, experiment, columns)
-    rows = rows[rows["protocol"] == "strict"]
-    return rows if len(rows) else None
+def _profile_of(experiment, run_ids):
+    "The profile of GRIDS whose runs of an experiment are exactly these; None while one is missing."
+    for profile, grids in GRIDS.items():
+        if experiment in grids and {c.run_id for c in grids[experiment].configs()} == run_ids:
+            return profile
 
 
-def missing_placeholder(
-    experiment,  # key of REPORTED_EXPERIMENTS
-):  # sentence
-    "Placeholder text for missing results."
+def read_complete_runs(folder, experiment, columns=None):
+    "The stored runs of an experiment; None while a run of its profile is missing."
+    if _profile_of(experiment, ResultStore(folder, experiment).ids()):
+        return read_results(folder, experiment, columns)
+
+
+def missing_placeholder(experiment):
+    "Placeholder text for the missing results of one of REPORTED_EXPERIMENTS."
     name, about = experiment.replace("_", " "), REPORTED_EXPERIMENTS[experiment]
     return f"The experiment “{name}” ({about}) has no complete results here yet; make reproduce runs it."
 
-# %% ../../nbs/experiments/06_tables.ipynb #settings-of
-def _find_field(
-    config,  # nested dict
-    name,  # name of a field
-):  # list of its values, at any depth
-    "All values of a field in a nested configuration, without None."
-    if not isinstance(config, dict):
-        return []
-    values = [] if config.get(name) is None else [config[name]]
-    for part in config.values():
-        values += _find_field(part, name)
-    return values
-
-
-def field_values(
-    rows,  # DataFrame of runs
-    name,  # name of a field of the configuration
-):  # text, a list of the values in the runs of trained methods
-    "The values that a field of the configuration took, as text."
-    configs = rows[rows["method"].map(uses_gradient_training)].drop_duplicates("run_id")["config"]
-    return _listed(value for config in configs for value in _find_field(json.loads(config), name))
-
-
-def _listed(values):
-    return ", ".join(str(v) for v in sorted(set(values)))
-
-
-def _range_text(counts):
-    "One count, or the smallest and the largest."
-    if counts.nunique() == 1:
-        return f"{counts.min():,}"
-    return f"{counts.min():,}–{counts.max():,}"
-
-
-def _class_counts(rows):
-    return _range_text(rows["query_class"].map(lambda classes: len(np.unique(classes))))
-
-# %% ../../nbs/experiments/06_tables.ipynb #93f957bc
-def name_of_stored_grid(
-    rows,  # DataFrame of runs of one experiment
-):  # text
-    "Which profile of GRIDS the stored runs are, by their ids; for an unfinished one, how many of its runs there are."
-    stored, experiment = set(rows["run_id"]), rows["experiment"].iloc[0]
-    ids = {p: {c.run_id for c in grids[experiment].configs()} for p, grids in GRIDS.items() if experiment in grids}
-    for profile, wanted in ids.items():
-        if wanted == stored:
-            return profile
-    # the profile with most of the stored runs; of two, the smaller
-    profile = max(ids, key=lambda p: (len(stored & ids[p]), -len(ids[p])))
-    found, others = len(stored & ids[profile]), len(stored - ids[profile])
-    text = f"{found} of {len(ids[profile])} runs of {profile}"
-    return f"{text} and {others} others" if others else text
-
 # %% ../../nbs/experiments/06_tables.ipynb #5ba0df1b
-def settings_row(
-    rows,  # DataFrame of runs: one experiment, one benchmark
-):  # dict of text
-    "How one benchmark was run."
-    seen, unseen = (rows[rows["query_set"] == q] for q in ("seen", "unseen"))
+def settings_row(rows):  # dict of text
+    "How one benchmark of an experiment was run."
+    hidden, epochs = hidden_and_epochs(rows)
+    counts = {}
+    for query_set in ("seen", "unseen"):
+        of_set = rows[rows["query_set"] == query_set]
+        classes = of_set["query_class"].map(lambda labels: len(np.unique(labels)))
+        counts[query_set] = [_range_text(of_set["n"]), _range_text(classes)]
     return {
         "experiment": rows["experiment"].iloc[0],
         "benchmark": rows["benchmark"].iloc[0],
-        "seen queries": _range_text(seen["n"]) if len(seen) else "–",
-        "unseen queries": _range_text(unseen["n"]) if len(unseen) else "–",
-        "seen classes": _class_counts(seen) if len(seen) else "–",
-        "unseen classes": _class_counts(unseen) if len(unseen) else "–",
-        "class splits": _listed(rows["split_seed"]),
-        "seeds": _listed(rows["seed"]),
+        "seen queries": counts["seen"][0],
+        "unseen queries": counts["unseen"][0],
+        "seen classes": counts["seen"][1],
+        "unseen classes": counts["unseen"][1],
+        "class splits": listed(rows["split_seed"]),
+        "seeds": listed(rows["seed"]),
         "methods": str(rows["method"].nunique()),
         "runs": str(rows["run_id"].nunique()),
-        "hidden": field_values(rows, "hidden"),
-        "epochs": field_values(rows, "epochs"),
-        "version": _listed(rows["version"]),
-        "machine": _listed(rows["machine"]),
+        "hidden": hidden,
+        "epochs": epochs,
+        "version": listed(rows["version"]),
+        "machine": listed(rows["machine"]),
     }
 
+
+def _range_text(counts):
+    "One count, the smallest and the largest, or a dash."
+    if not len(counts):
+        return "–"
+    return "–".join(f"{n:,}" for n in sorted({counts.min(), counts.max()}))
+
 # %% ../../nbs/experiments/06_tables.ipynb #source
-def results_source(
-    rows,  # DataFrame of runs of one experiment
-):  # dict
+def results_source(rows):  # dict
     "Where the results of an experiment come from: protocol, versions, machines, counts and settings."
     query_sets = rows[rows["query_set"].isin(["seen", "unseen"])]
     query_sets = query_sets.drop_duplicates(["benchmark", "query_set", "split_seed"])
+    columns = {"runs": "run_id", "splits": "split_seed", "seeds": "seed"}
+    columns |= {"methods": "method", "benchmarks": "benchmark"}
+    hidden, epochs = hidden_and_epochs(rows)
     return {
-        "protocol": _listed(rows["protocol"]),
-        "version": _listed(rows["version"]),
-        "machine": _listed(rows["machine"]),
-        "profile": name_of_stored_grid(rows),
-        "runs": int(rows["run_id"].nunique()),
-        "splits": int(rows["split_seed"].nunique()),
-        "seeds": int(rows["seed"].nunique()),
-        "methods": int(rows["method"].nunique()),
-        "benchmarks": int(rows["benchmark"].nunique()),
+        **{name: listed(rows[name]) for name in ("protocol", "version", "machine")},
+        "profile": _profile_of(rows["experiment"].iloc[0], set(rows["run_id"])),
+        **{name: int(rows[column].nunique()) for name, column in columns.items()},
         "queries": int(query_sets["n"].sum()),
-        "hidden": field_values(rows, "hidden"),
-        "epochs": field_values(rows, "epochs"),
+        "hidden": hidden,
+        "epochs": epochs,
     }
 
 # %% ../../nbs/experiments/06_tables.ipynb #read-table
-def read_table(
-    folder,  # of tables
-    name,  # of a table that nbs/paper/01_tables writes
-    experiment,  # whose runs it holds
-    runs,  # number of stored runs of the experiment
-):  # DataFrame
-    "A table with all digits. Raises `InputError` when it was made from other results."
-    path, sources = Path(folder) / f"{name}.csv", Path(folder) / "sources.json"
-    runs_in_table = 0
-    if sources.exists():
-        recorded = read_json(sources, "the sources of the tables").get("source", {})
-        runs_in_table = recorded.get(experiment, {}).get("runs", 0)
-    if not path.exists() or runs_in_table != runs:
-        raise InputError(
-            f"expected tables of the {runs} stored runs, found tables of {runs_in_table}; run nbs/paper/01_tables first"
-        )
-    return pd.read_csv(path)
+def read_table(folder, name, experiment, runs):
+    "A table with all digits. Raises `InputError` unless it was made from `runs` stored runs of the experiment."
+    sources = Path(folder) / "sources.json"
+    recorded = read_json(sources, "the sources of the tables")["source"] if sources.exists() else {}
+    found = recorded.get(experiment, {}).get("runs", 0)
+    if found != runs:
+        raise InputError(f"expected tables of {runs} stored runs, found tables of {found}; run nbs/paper/01_tables")
+    return pd.read_csv(Path(folder) / f"{name}.csv")

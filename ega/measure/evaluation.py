@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes, spawn_rngs
+from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes
+from ..data.runtime import spawn_rngs
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -196,8 +197,9 @@ def evaluate_embeddings(
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
-    options = {"random_state": random_state, "confidence": confidence}
-    return tabulate_changes(searches, frozen, adapted, y, seen | trained_on, **options)
+    return tabulate_changes(
+        searches, frozen, adapted, y, seen | trained_on, random_state=random_state, confidence=confidence
+    )
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-sentences-code
 def change_in_words(line: Any, unit: str = "points") -> str:  # line: with change, low and high
@@ -381,7 +383,15 @@ def evaluate(
     trained on   mixed         60    91.7
     trained on    seen         60    95.0
     """
-    rows = read_rows(estimator, X, y, unlabelled)
-    z = transform(estimator.adapter_, rows.x, device=estimator.device)
-    options = {"max_queries": max_queries, "random_state": random_state, "confidence": confidence}
-    return evaluate_embeddings(rows.x, z, rows.labels, rows.seen, rows.trained_on, device=estimator.device, **options)
+    x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
+    return evaluate_embeddings(
+        x,
+        transform(estimator.adapter_, x, device=estimator.device),
+        labels,
+        seen,
+        trained_on,
+        max_queries=max_queries,
+        device=estimator.device,
+        random_state=random_state,
+        confidence=confidence,
+    )

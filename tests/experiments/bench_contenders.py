@@ -1,7 +1,6 @@
 "Contenders for test_benchmarks.py. Worker processes import this file, so it imports nothing heavy."
 
 import os
-import time
 
 import harness
 
@@ -20,11 +19,6 @@ def exiting(size, folder):
     os._exit(7)
 
 
-def broken_import(size, folder):
-    "Import a module of ega that does not exist; this is an error, not a missing package."
-    import ega.no_such_part  # noqa: F401
-
-
 def recording(size, folder):
     "Append the process id to a file when it is timed, and print, as a library may."
 
@@ -34,8 +28,3 @@ def recording(size, folder):
             f.write(f"{size['name'] if 'name' in size else os.getpid()}\n")
 
     return harness.Job(run, 1)
-
-
-def slow(size, folder):
-    "Sleep for a minute."
-    return harness.Job(lambda: time.sleep(60), 1)

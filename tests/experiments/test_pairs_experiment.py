@@ -8,22 +8,19 @@ import pandas as pd
 import pytest
 import torch
 
-from ega import EmbeddingSet, InputError, PairAdapter
+from ega import EmbeddingSet, PairAdapter
 from ega.data.arrays import normalize
 from ega.data.relevance import RelevanceSet, read_relevance_set
 from ega.experiments.pairs import (
     DENSE_HEAD,
-    ESTIMATES,
     LLAMA_INDEX,
     PEERS,
-    Adapted,
-    add_estimates,
-    choose,
+    choose_setting,
     in_batch_loss,
     lr_share,
     make_split,
     measure_split,
-    ndcg_of,
+    ndcg_at_10,
     nudge,
     train_in_batch,
 )
@@ -116,7 +113,7 @@ def test_search_is_by_inner_product():
     rows = np.arange(5, 30)
     order = np.argsort(-(QUERIES[rows] @ documents.T), axis=1)[:, :10]
     expected = ranking_metrics(order, PAIRS, queries=rows)["ndcg@10"]
-    assert np.allclose(ndcg_of(QUERIES, documents, PAIRS, rows), expected)
+    assert np.allclose(ndcg_at_10(QUERIES, documents, PAIRS, rows), expected)
     by_distance = np.argsort(np.square(QUERIES[rows, None] - documents).sum(2), axis=1)[:, :10]
     assert not np.allclose(ranking_metrics(by_distance, PAIRS, queries=rows)["ndcg@10"], expected)
 
@@ -126,11 +123,11 @@ def test_choice_is_made_on_queries_that_were_not_fitted():
 
     def fit(setting, queries, documents, pairs):
         seen.append(set(pairs[:, 0].tolist()))
-        return Adapted(queries, documents if setting == "keep" else documents[::-1].copy())
+        return queries, documents if setting == "keep" else documents[::-1].copy()
 
-    assert choose(["reverse", "keep", "reverse"], fit, QUERIES, DOCUMENTS, PAIRS) == "keep"
+    assert choose_setting(["reverse", "keep", "reverse"], fit, QUERIES, DOCUMENTS, PAIRS) == "keep"
     assert all(len(rows) == 64 for rows in seen) and len(seen) == 3  # four fifths of 80 queries
-    assert choose(["only"], None, QUERIES, DOCUMENTS, PAIRS) == "only"
+    assert choose_setting(["only"], None, QUERIES, DOCUMENTS, PAIRS) == "only"
 
 
 @pytest.mark.parametrize("kind", ["own", "query", "document"])
@@ -148,24 +145,6 @@ def test_splits(kind):
     assert len(np.unique(few.train_pairs[:, 0])) == 10 and np.array_equal(few.test_queries, split.test_queries)
     assert np.isin(few.train_pairs[:, 0], split.train_pairs[:, 0]).all()
     assert np.array_equal(few.new, ~np.isin(owner, few.train_pairs[:, 1]))
-    with pytest.raises(InputError, match="own, query or document"):
-        make_split(relevance, "class", 3)
-
-
-def test_marks_of_the_selection():
-    "Of the rows that pass, the largest gain among all candidates, and among the query side alone."
-    lines = [("frozen", 0.0, 0.0, "pass"), ("query", 0.5, 2.0, "pass"), ("query", 1.0, 4.0, "fail")]
-    lines += [("both shrinkage=0.5", 1.0, 3.0, "pass"), ("two shrinkage=0.5", 1.0, 5.0, "fail")]
-    table = pd.DataFrame(lines, columns=["method", "strength", "gain", "safety_check"])
-    table = table.assign(**dict.fromkeys(ESTIMATES, table.gain))
-    arms = ["frozen", "NUDGE-N", "query at 0.5", "query at 1", "both shrinkage=0.5 at 1", "two shrinkage=0.5 at 1"]
-    rows = add_estimates(pd.DataFrame({"arm": arms}), table)
-    assert rows.arm[rows.is_default].tolist() == ["both shrinkage=0.5 at 1"]
-    assert rows.arm[rows.is_query_side].tolist() == ["query at 0.5"]
-    assert rows.passes.tolist() == [True, False, True, False, True, False]
-    assert rows.unseen.fillna(-1).tolist() == [0, -1, 2, 4, 3, 5]
-    rows = add_estimates(rows[["arm"]], table.assign(safety_check=["pass"] + ["fail"] * 4))
-    assert rows.arm[rows.is_default & rows.is_query_side].tolist() == ["frozen"]
 
 
 def test_measured_rows_are_those_of_the_estimator():
@@ -177,7 +156,7 @@ def test_measured_rows_are_those_of_the_estimator():
         selected, row = estimator.selection_, rows[rows[column]].iloc[0]
         assert row.name == ("frozen" if selected.frozen else f"{selected.method} at {selected.strength:g}")
         adapted = estimator.transform_queries(QUERIES), estimator.transform_documents(DOCUMENTS)
-        assert np.abs(row.ndcg - 1e4 * ndcg_of(*adapted, PAIRS, split.test_queries)).max() <= 0.5 + 1e-6
+        assert np.abs(row.ndcg - 1e4 * ndcg_at_10(*adapted, PAIRS, split.test_queries)).max() <= 0.5 + 1e-6
         table = selected.table.set_index(["method", "strength"])
         if not selected.frozen:
             assert row.unseen_bound == pytest.approx(table.unseen_bound[selected.method, selected.strength], abs=1e-4)

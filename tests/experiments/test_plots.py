@@ -1,9 +1,5 @@
 "Plots: labels do not overlap, each method has one style, and functions change no global state."
 
-import ast
-import io
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -72,45 +68,26 @@ def test_active_ratio_draws_the_mean_and_the_range_of_runs():
     ax = plot_active_ratio(axes(), {"ega_paper": h})
     (line,) = ax.lines
     assert line.get_xdata().tolist() == [1, 2, 3] and np.allclose(line.get_ydata(), [0.3, 0.2, 0.2])
-    band = ax.collections[0].get_paths()[0].vertices
-    assert band[:, 1].min() == pytest.approx(0.1) and band[:, 1].max() == pytest.approx(0.4)
-    assert line.get_color() == method_style("ega_paper").colour
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.min() == pytest.approx(0.1) and band.max() == pytest.approx(0.4)
 
 
 def test_intervals_keep_order_and_fill_dots_that_exclude_zero():
     t = pd.DataFrame({"method": ["ega_paper", "wccn"], "value": [-2.0, 0.1], "low": [-3.0, -0.4], "high": [-1.0, 0.5]})
-    ax = plot_intervals(axes(), t, order=["wccn", "supcon", "ega_paper"])
-    assert [v.get_text() for v in ax.get_yticklabels()] == [
-        method_style(m).label for m in ("wccn", "supcon", "ega_paper")
-    ]
-    marks = {v.get_ydata()[0]: v for v in ax.lines if v.get_marker() in ("o", "s")}
-    assert (
-        set(marks) == {0, 2}
-        and marks[0].get_markerfacecolor() == "white"
-        and marks[2].get_markerfacecolor() == method_style("ega_paper").colour
-    )
+    order = ["wccn", "supcon", "ega_paper"]
+    ax = plot_intervals(axes(), t, order=order)
+    assert [v.get_text() for v in ax.get_yticklabels()] == [method_style(m).label for m in order]
+    fills = {v.get_ydata()[0]: v.get_markerfacecolor() for v in ax.lines if v.get_marker() in ("o", "s")}
+    assert fills == {0: "white", 2: method_style("ega_paper").colour}
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first of the order is on top
 
 
 def test_functions_return_their_axes_and_change_no_global_state():
-    t, before, ax = plane(np.random.default_rng(0)), dict(matplotlib.rcParams), axes()
-    figures = plt.get_fignums()
-    assert plot_quantity_vs_unseen(ax, t) is ax and plot_active_ratio(axes(), {"ega_paper": [0.1, 0.2]}) is not ax
+    t, before = plane(np.random.default_rng(0)), dict(matplotlib.rcParams)
+    ax, figures = axes(), plt.get_fignums()
+    assert plot_quantity_vs_unseen(ax, t) is ax and plot_active_ratio(ax, {"ega_paper": [0.1, 0.2]}) is ax
     assert plot_intervals(ax, t.rename(columns={"y": "value"}), order=METHODS) is ax
-    assert (
-        dict(matplotlib.rcParams) == before and len(plt.get_fignums()) == len(figures) + 1
-    )  # the one made on the line above
-
-
-def test_same_data_give_the_same_file():
-    def pdf():
-        out = io.BytesIO()
-        plot_quantity_vs_unseen(axes(), plane(np.random.default_rng(1))).figure.savefig(
-            out, format="pdf", metadata={"CreationDate": None}
-        )
-        return out.getvalue()
-
-    assert pdf() == pdf()
+    assert dict(matplotlib.rcParams) == before and plt.get_fignums() == figures
 
 
 def test_every_method_has_its_own_colour_marker_and_name():
@@ -120,11 +97,3 @@ def test_every_method_has_its_own_colour_marker_and_name():
     for part in zip(*styles.values()):
         assert len(set(part)) == len(styles)
     assert len({style.label for style in METHOD_STYLES.values()}) == len(METHOD_STYLES)
-
-
-def test_plots_import_neither_torch_nor_pyplot():
-    code = "import sys, ega.experiments.plots; assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    tree = ast.parse((ROOT / "ega/experiments/plots.py").read_text())
-    modules = {n.module.removeprefix("ega.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert modules == {"collections"}
