@@ -229,7 +229,8 @@ def embed(
     }
     path = Path(out) if str(out).endswith(".parquet") else path_of_pack(source.name, encoder.name, out)
     folder = _open_shard_folder(path, plan, overwrite)
-    shards, skipped = [], {}
+    shards: list[_Shard] = []
+    skipped: dict[str, str] = {}
     for shard in _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress):
         first = len(shards) * shard_rows
         skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard.reasons) if reason}
