@@ -186,8 +186,8 @@ def _embed_pairs(args, options):
 # %% ../nbs/deploy/10_cli.ipynb #fit
 def _fit(args):
     "Select and fit an adapter, and save it."
-    from ega.data.arrays import defer_sigint
     from ega.data.files import check_output
+    from ega.data.runtime import defer_sigint
 
     check_output(args.out, overwrite=args.overwrite)
     if _show_progress(args):
@@ -293,8 +293,9 @@ def _estimate(args):
 # %% ../nbs/deploy/10_cli.ipynb #update
 def _update(args):
     "Add rows to an adapter or remove them, and save it."
-    from ega.data.arrays import InputError, defer_sigint
+    from ega.data.arrays import InputError
     from ega.data.files import check_output
+    from ega.data.runtime import defer_sigint
     from ega.estimator import estimate_update
     from ega.pairs import load_estimator
 

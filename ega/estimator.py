@@ -40,21 +40,19 @@ from ega.data.arrays import (
     iter_unit_rows,
     match_classes,
     short_repr,
-    spawn_rngs,
 )
 from ega.data.files import (
     READ_ERRORS,
     atomic_folder,
     atomic_write,
     check_is_file,
-    check_path,
     file_hash,
     open_npy,
     read_json,
     short_error,
 )
 from .data.packs import row_split
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, spawn_rngs
 from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
@@ -170,7 +168,7 @@ _READERS = {".safetensors": load_adapter, ".npy": lambda path: np.array(open_npy
 
 def saved_path(path: "str | Path", ending: str = ".json") -> Path:
     "A file of a saved estimator, which is given by its folder or by its .safetensors file."
-    path = check_path(path)
+    path = Path(path)
     weights = path if path.suffix == ".safetensors" else path / "adapter.safetensors"
     return weights.with_suffix(ending)
 
@@ -527,7 +525,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self.cv_results_ = selection.cv_results
         self.frozen_ = selection.frozen
         self.adapter_ = adapter
-        self.statistics_ = statistics and statistics._relabel(by_number[statistics.classes])
+        self.statistics_ = statistics and statistics.relabel(by_number[statistics.classes])
         self.classes_ = classes
         self.n_features_in_ = self._n_features_out = rows.shape[1]
         self.fingerprint_ = adapter_fingerprint(adapter)
@@ -657,8 +655,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     def _align_classes(self, rows, labels, classes):
         "All classes, and the statistics before and of the changed rows with the same class numbers."
         changed, together = rows.statistics(labels), np.union1d(self.classes_, classes)
-        before = self.statistics_._relabel(np.searchsorted(together, self.classes_))
-        return together, before, changed._relabel(np.searchsorted(together, classes[changed.classes]))
+        before = self.statistics_.relabel(np.searchsorted(together, self.classes_))
+        return together, before, changed.relabel(np.searchsorted(together, classes[changed.classes]))
 
     def _update(self, before, after, classes, **training):
         "Follow a change of the statistics from `before` to `after`; `training`: new unit rows x and their labels y."
@@ -669,7 +667,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             self.adapter_ = update_adapter(self.selection_.config, self.adapter_, before, after, **options)
         self.fingerprint_ = adapter_fingerprint(self.adapter_)
         self.classes_ = classes[after.classes]
-        self.statistics_ = after._relabel(np.arange(len(after.classes)))
+        self.statistics_ = after.relabel(np.arange(len(after.classes)))
 
     def to_onnx(self, path: "str | Path") -> Path:
         """Export to ONNX: from rows `x` of any norm but 0 to adapted rows `z` of norm 1, both float32 (n, n_features).
@@ -678,7 +676,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         """
         check_is_fitted(self)
         import_optional("onnx", "onnx")
-        path, adapter = check_path(path), self.adapter_
+        path, adapter = Path(path), self.adapter_
 
         class NormalizedAdapter(torch.nn.Module):
             def __init__(self):

@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
-from .data.arrays import InputError, check_feature_names, check_y, normalize, pick_device, spawn_rngs
+from .data.arrays import InputError, check_feature_names, check_y, normalize
 from .data.files import hash_arrays, read_json
 from .data.relevance import check_pairs, queries_with_relevant
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, pick_device, spawn_rngs
 from .estimator import EmbeddingAdapter, UnitRows, _BaseAdapter, joint_fingerprint, saved_path
 from .measure.evaluation import change_in_words, hash_rows
 from .measure.ranking import ranking_metrics

@@ -22,9 +22,9 @@ import torch
 from joblib import Parallel, delayed, effective_n_jobs
 from tqdm import tqdm
 
-from .data.arrays import InputError, linear, pick_device, spawn_rngs
+from .data.arrays import InputError
 from .data.packs import row_split
-from .data.threads import limit_threads
+from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
 from .measure.evaluation import hash_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.config import MethodConfig, build_method_config

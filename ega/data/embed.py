@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import InputError, defer_sigint
+from .arrays import InputError
 from .datasets import Source, open_input_source
 from .encoders import Encoder, load_encoder
 from .files import atomic_write, read_json, read_npz
 from .packs import EmbeddingSet, path_of_pack, write_pack
+from .runtime import defer_sigint
 
 # %% ../../nbs/data/07_embed.ipynb #prepare-input
 def _prepare_input(source, encoder, row):

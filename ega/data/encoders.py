@@ -19,9 +19,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from .arrays import InputError, import_optional, pick_device
+from .arrays import InputError, import_optional
 from .datasets import patch_torchvision
 from .files import check_is_file, file_hash, short_error
+from .runtime import pick_device
 
 if TYPE_CHECKING:
     import torch

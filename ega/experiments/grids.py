@@ -20,10 +20,10 @@ import numpy as np
 import pandas as pd
 
 import ega
-from ..data.arrays import InputError, defer_sigint
+from ..data.arrays import InputError
 from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
-from ..data.threads import usable_cores
+from ..data.runtime import defer_sigint, usable_cores
 from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
 from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes, spawn_rngs
+from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes
+from ..data.runtime import spawn_rngs
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap

@@ -9,7 +9,8 @@ from test_selection import world
 
 from ega import estimate_gain
 from ega.cli import main
-from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.arrays import InputError, normalize
+from ega.data.runtime import spawn_rngs
 from ega.measure.evaluation import label_hits
 from ega.method.closed_form import DiscriminantWhitening
 from ega.selection import leave_classes_out

@@ -7,8 +7,9 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from test_selection import world
 
-from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.arrays import InputError, normalize
 from ega.data.packs import row_split
+from ega.data.runtime import spawn_rngs
 from ega.estimator import EmbeddingAdapter, estimate_update
 from ega.measure.evaluation import label_hits
 from ega.method.adapters import transform

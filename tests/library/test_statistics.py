@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ega.data.arrays import spawn_rngs
+from ega.data.runtime import spawn_rngs
 from ega.measure.statistics import (
     _draw_sums,
     _mean_squares,

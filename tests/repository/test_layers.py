@@ -10,8 +10,8 @@ import pytest
 package = Path(__file__).resolve().parents[2] / "ega"
 
 LIBRARY = [
-    {"data.arrays", "data.threads"},
-    {"data.files", "testing"},
+    {"data.arrays"},
+    {"data.files", "data.runtime", "testing"},
     {"data.packs", "method.adapters", "method.losses", "measure.search", "measure.statistics"},
     {
         "data.vectors",
@@ -52,7 +52,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PACKAGES = {name.split(".")[0] for name in LEVEL if "." in name}
 WITHOUT_TORCH = [
     "data.arrays",
-    "data.threads",
+    "data.runtime",
     "data.files",
     "method.config",
     "data.packs",
