@@ -181,7 +181,7 @@ def _to_embedding_set(source, encoder, shards):
     ids, split = np.array(source.ids)[kept], np.array(source.split)[kept]
     return EmbeddingSet(x, source.y[kept], ids, split, source.classes, meta)
 
-# %% ../../nbs/data/07_embed.ipynb #embed
+# %% ../../nbs/data/07_embed.ipynb #embed-result
 class EmbedResult(NamedTuple):
     "What `embed` has written."
 
@@ -189,7 +189,7 @@ class EmbedResult(NamedTuple):
     rows: int  # rows of the pack
     skipped: dict  # id of each input that was left out -> reason
 
-
+# %% ../../nbs/data/07_embed.ipynb #embed
 def embed(
     source: Source | str | Path,  # what to encode, or a path for open_input_source
     encoder: Encoder | str | Path,  # an object like Encoder, or a name for load_encoder
