@@ -25,9 +25,9 @@ from harness import (
     run_group,
 )
 
-from ega.data.arrays import InputError, check_positive_int, import_optional
+from ega.data.arrays import InputError, import_optional
 from ega.data.files import atomic_write
-from ega.data.threads import usable_cores
+from ega.data.runtime import usable_cores
 from ega.testing import peak_memory_mb
 
 
@@ -211,7 +211,7 @@ def _ega_training_job(size, folder, build_objective):
     import numpy as np
     import torch
 
-    from ega.data.arrays import spawn_rngs
+    from ega.data.runtime import spawn_rngs
     from ega.method.adapters import ReleasedEGA
     from ega.method.config import TrainConfig
     from ega.method.training import train
@@ -279,7 +279,7 @@ def _products(steps, d, hidden, similarities=False):
     "Function that runs the matrix products of the steps (N, M), by the routine that `ega` uses."
     import torch
 
-    from ega.data.arrays import linear
+    from ega.data.runtime import linear
 
     N = max(n for n, _ in steps)
     gen = torch.Generator().manual_seed(0)
@@ -1477,7 +1477,6 @@ def run_benchmarks(
     unknown = sorted(set(groups or ()) - set(GROUPS))
     if unknown:
         raise InputError(f"unknown groups {unknown}; there are {', '.join(GROUPS)}")
-    threads = check_positive_int(threads, "threads")
     todo = []
     for name, group in GROUPS.items():
         if name in groups if groups else quick or group.by_default:

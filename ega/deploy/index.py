@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ..data.arrays import InputError, check_X, normalize, short_repr
-from ..data.files import atomic_write, check_path, file_hash, hash_arrays, read_json, reading
+from ..data.files import atomic_write, file_hash, hash_arrays, read_json, reading
 from ..measure.search import Neighbours, import_faiss
 from ..method.interface import as_adapter, read_adapter, write_adapter
 
@@ -209,7 +209,7 @@ class AdaptedIndex:
 
     def save(self, folder: Path | str) -> Path:
         "Write the index, the adapter and the ids into a new folder, or replace the index that a folder holds."
-        folder, faiss = check_path(folder), import_faiss()
+        folder, faiss = Path(folder), import_faiss()
         is_index = (folder / "about.json").exists()
         if folder.is_dir() and not is_index and not all(_OWN_FILES.fullmatch(f.name) for f in folder.iterdir()):
             raise InputError(f"{folder} contains files that are not of an index; name a new folder")
@@ -234,7 +234,7 @@ class AdaptedIndex:
     @classmethod
     def load(cls, folder: Path | str, adapter: Any = None) -> "AdaptedIndex":
         "Read an index that `save` wrote; a given adapter is compared, and needed where the folder cannot hold it."
-        folder, hint = check_path(folder), "copy or save the folder again"
+        folder, hint = Path(folder), "copy or save the folder again"
         with reading(folder / "about.json", "an index that AdaptedIndex.save wrote", hint=hint):
             about = read_json(folder / "about.json", "the description of an index", hint=hint)
             if about["sha256"] != _hash_about(about):

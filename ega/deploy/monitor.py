@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data.arrays import InputError
-from ..data.files import atomic_write, make_folder, read_json, read_npz
+from ..data.files import atomic_write, read_json, read_npz
 from ..measure.evaluation import hash_rows
 from ..measure.metrics import displacement
 from ..measure.search import knn
@@ -228,7 +228,7 @@ class Monitor:
     def save(self, folder: Path | str) -> Path:
         "Write a new folder, or one that holds a monitor: `monitor.npz`, `monitor.json` and the adapter, not pickled."
         folder = Path(folder)
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         if others := [f.name for f in folder.iterdir() if not _MONITOR_FILES.fullmatch(f.name)]:
             raise InputError(f"{folder} contains files that are not of a monitor, such as {min(others)}")
         about = {"fingerprint": self.adapter.fingerprint, "signals": list(self.reference)}

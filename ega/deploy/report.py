@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, import_optional, spawn_rngs
+from ..data.arrays import InputError, import_optional
 from ..data.files import atomic_write, check_output
+from ..data.runtime import spawn_rngs
 from ega.measure.evaluation import (
     MAX_QUERIES,
     OWN_GALLERY,

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..data.arrays import InputError, import_optional, short_repr
-from ..data.files import READ_ERRORS, atomic_write, check_path, hash_arrays, read_json, short_error
+from ..data.files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
 from ..data.vectors import check_not_adapted, read_matrix
 from .index import AdaptedIndex, _check_ids, _train_and_add
@@ -242,7 +242,7 @@ class LanceStore(Store):
         self._table: Any = table
         self._counts: dict = {}
         if isinstance(table, (str, Path)):
-            self.path, self._table = check_path(table), None
+            self.path, self._table = Path(table), None
             if self.path.suffix != ".lance" or self.path.is_file():
                 raise InputError(f"{self.path}: expected a LanceDB table, FOLDER/NAME.lance")
             if self.path.is_dir():
@@ -359,7 +359,7 @@ class LanceStore(Store):
 # %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
 def _open_qdrant(path):
     "A client of Qdrant inside the process, on a folder; a new folder is made."
-    path = check_path(path)
+    path = Path(path)
     if path.is_file() or path.is_dir() and any(path.iterdir()) and not (path / "meta.json").is_file():
         raise InputError(f"{path}: expected a folder of Qdrant, but this is a file or holds other files")
     try:
@@ -499,7 +499,7 @@ class IndexStore(Store):
     "Folder of versions of an `AdaptedIndex`, one for each adapter, named by its fingerprint; one is active."
 
     def __init__(self, folder: Path | str):
-        self.folder = check_path(folder, "folder")
+        self.folder = Path(folder)
 
     def versions(self) -> list[str]:
         "Names of the finished versions, sorted."
@@ -559,7 +559,7 @@ class IndexStore(Store):
         folder = self.folder / a.fingerprint[:16]
         if vectors is None:
             return self._check_finished(folder.name)
-        source, index = check_path(vectors, "vectors"), AdaptedIndex(a, index_factory)
+        source, index = Path(vectors), AdaptedIndex(a, index_factory)
         matrix = read_matrix(source, a.documents.input_dim, column)
         check_not_adapted(matrix)
         if ids is None and matrix.pack:
@@ -593,7 +593,7 @@ def open_store(
     collection: str | None = None,  # of Qdrant; for a server make a `QdrantStore` of its client
 ) -> Any:  # LanceStore, QdrantStore or IndexStore; close it after use, or open it in a `with` block
     "Open a store, whose kind follows from the path; a new one is made when something is written."
-    path = check_path(path)
+    path = Path(path)
     if path.suffix == ".lance":
         if collection is not None:
             raise InputError(f"{path}: a LanceDB table has no collections; leave out collection= (--collection)")

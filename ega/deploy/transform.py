@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..data.arrays import InputError, defer_sigint, import_optional, pick_device
-from ..data.files import check_path, file_lock, make_folder, read_json, read_npy_comment
+from ..data.arrays import InputError, import_optional
+from ..data.files import file_lock, read_json, read_npy_comment
 from ..data.packs import _hash_all_but_matrix, dequantize, open_parquet, quantize, read_parquet
-from ..data.threads import limit_threads, usable_cores
+from ..data.runtime import defer_sigint, limit_threads, pick_device, usable_cores
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint
 from ..method.interface import as_module
@@ -125,7 +125,7 @@ def _start(target, provenance):
         if p.exists() and not is_mine:
             raise InputError(f"{p} exists already; remove it or choose another target")
     if not path.exists():
-        make_folder(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
         _write_progress(path, provenance, 0)
     return rows
 
@@ -390,7 +390,7 @@ def transform_file(
     """
     started = time.monotonic()
     options = _Options(column, batch_size, dtype, precision, threads, device)
-    source, target = check_path(source, "source"), check_path(target, "target")
+    source, target = Path(source), Path(target)
     module, shards = _prepare(adapter, source, target, options)
     n_rows = sum(shard.n for shard in shards)
     with progress_bar(n_rows, progress) as advance:
@@ -440,7 +440,7 @@ def transform_ray(
     "Transform a folder as `transform_file` does, one file per task, on all machines of a Ray cluster."
     started = time.monotonic()
     settings = _Options(threads=threads, **options)
-    source, target = check_path(source, "source"), check_path(target, "target")
+    source, target = Path(source), Path(target)
     if not source.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")
     module, shards = _prepare(adapter, source, target, settings)

@@ -20,10 +20,10 @@ import numpy as np
 import pandas as pd
 
 import ega
-from ..data.arrays import InputError, defer_sigint
+from ..data.arrays import InputError
 from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
-from ..data.threads import usable_cores
+from ..data.runtime import defer_sigint, usable_cores
 from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
 from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
@@ -110,6 +110,8 @@ def _read_parquet(path, columns, may_vanish=False):
     "A table of results; None if `may_vanish` and another process has merged it meanwhile."
     try:
         file = open_parquet(path)  # opened once, because merge_parts may replace the file meanwhile
+        if "run_id" not in file.schema_arrow.names:
+            raise KeyError("no column run_id")
         if columns:  # with the keys, without which rows of two runs could look like duplicates
             columns = list(dict.fromkeys([*columns, *(k for k in ROW_KEYS if k in file.schema_arrow.names)]))
         return read_parquet(path, columns, file=file).to_pandas()

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..data.arrays import check_X, normalize
 from ..data.relevance import RelevanceSet, RelevanceSplit, queries_with_relevant, split_by_document, split_by_query
-from ..data.threads import limit_threads
+from ..data.runtime import limit_threads
 from ..measure.ranking import ranking_metrics
 from ..measure.search import knn
 from ..method.adapters import transform

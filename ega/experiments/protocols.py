@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 import ega
-from ..data.arrays import spawn_rngs
 from ..data.datasets import released_class_split
 from ..data.packs import Split, path_of_pack, read_pack, row_split, split_classes
+from ..data.runtime import spawn_rngs
 from ..measure.metrics import ar_at_k, lp_at_k
 from ..measure.search import SearchConfig
 

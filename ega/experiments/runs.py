@@ -26,8 +26,9 @@ import pandas as pd
 import torch
 
 import ega
-from ..data.arrays import InputError, normalize, spawn_rngs
+from ..data.arrays import InputError, normalize
 from ..data.packs import row_split
+from ..data.runtime import spawn_rngs
 from .protocols import build_split, evaluate_neighbours, get_protocol, load_embedding_sets
 from ..measure.evaluation import EXTRA_NEIGHBOURS_FOR_TIES, knn_among_rows
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
-           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
-           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words', 'summary_sentence', 'caveats',
-           'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows', 'evaluate']
+           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_unit_rows', 'hash_rows',
+           'QuerySearch', 'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words',
+           'summary_sentence', 'caveats', 'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows',
+           'evaluate']
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes, spawn_rngs
+from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes
+from ..data.runtime import spawn_rngs
 from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
@@ -103,11 +105,16 @@ def change_against_frozen(
     return LabelPrecisionChange(len(before), n_classes, float(before.mean()), float(after.mean()), *interval)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-hash-rows
-def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
-    "Hash of 64 bits of each row, brought to norm 1 as `EmbeddingAdapter.fit` does and rounded to three decimals."
-    rounded = np.rint(1000 * check_X(x)).astype("<i2")
+def hash_unit_rows(x: np.ndarray) -> np.ndarray:  # (n, d) -> (n,) uint64
+    "Hash of 64 bits of each unit row, rounded to three decimals."
+    rounded = np.rint(1000 * x).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
+
+
+def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
+    "`hash_unit_rows` of rows that are brought to norm 1 as `EmbeddingAdapter.fit` does."
+    return hash_unit_rows(check_X(x))
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-galleries-code
 OWN_GALLERY = {"unseen": "unseen", "seen": "seen", "trained on": "seen"}  # of each group of queries
@@ -190,8 +197,9 @@ def evaluate_embeddings(
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
-    options = {"random_state": random_state, "confidence": confidence}
-    return tabulate_changes(searches, frozen, adapted, y, seen | trained_on, **options)
+    return tabulate_changes(
+        searches, frozen, adapted, y, seen | trained_on, random_state=random_state, confidence=confidence
+    )
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-sentences-code
 def change_in_words(line: Any, unit: str = "points") -> str:  # line: with change, low and high
@@ -375,7 +383,15 @@ def evaluate(
     trained on   mixed         60    91.7
     trained on    seen         60    95.0
     """
-    rows = read_rows(estimator, X, y, unlabelled)
-    z = transform(estimator.adapter_, rows.x, device=estimator.device)
-    options = {"max_queries": max_queries, "random_state": random_state, "confidence": confidence}
-    return evaluate_embeddings(rows.x, z, rows.labels, rows.seen, rows.trained_on, device=estimator.device, **options)
+    x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
+    return evaluate_embeddings(
+        x,
+        transform(estimator.adapter_, x, device=estimator.device),
+        labels,
+        seen,
+        trained_on,
+        max_queries=max_queries,
+        device=estimator.device,
+        random_state=random_state,
+        confidence=confidence,
+    )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..data.arrays import InputError, import_optional, linear, pick_device
-from ..data.threads import limit_threads
+from ..data.arrays import InputError, import_optional
+from ..data.runtime import limit_threads, linear, pick_device
 
 if TYPE_CHECKING:
     import torch

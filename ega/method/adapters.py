@@ -20,8 +20,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..data.arrays import InputError, linear, pick_device
+from ..data.arrays import InputError
 from ..data.files import atomic_write, hash_arrays, reading
+from ..data.runtime import linear, pick_device
 
 # %% ../../nbs/method/01_adapters.ipynb #touched
 def _rows_with_gradient(grad: torch.Tensor) -> "torch.Tensor | slice":

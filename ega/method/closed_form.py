@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from ..data.arrays import InputError, normalize, rows_by_class
 from ..data.files import atomic_write, read_npz
-from ..data.threads import limit_threads
+from ..data.runtime import limit_threads
 from ..measure.metrics import loo_lp_at_k
 
 # %% ../../nbs/method/05_closed_form.ipynb #linearmap
@@ -90,7 +90,7 @@ class ClassStatistics:
         self.classes, self.counts, self.sums = labels[total > 0], total[total > 0], total_sums[total > 0]
         return self
 
-    def _relabel(self, labels: np.ndarray) -> "ClassStatistics":
+    def relabel(self, labels: np.ndarray) -> "ClassStatistics":
         "The same statistics with the distinct labels (C,) in place of `classes`."
         order = np.argsort(labels)
         return ClassStatistics(self.d)._add(labels[order], self.counts[order], self.sums[order], self.squares)

@@ -11,7 +11,7 @@ __all__ = ['ADAPTER_SIZES', 'MethodPreset', 'MAIN_METHODS', 'BASELINES', 'RECOMM
 import difflib
 import json
 from collections import namedtuple
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args
 
 from ..data.arrays import InputError
@@ -151,22 +151,22 @@ MethodPreset = namedtuple(
 
 _released = AdapterConfig("ega_released", hidden=2048)
 _lora = AdapterConfig("lora", rank=128, scale=2.0)
+_linear = AdapterConfig("linear")
 _whitened = AdapterConfig("linear", init_transform="wccn", shrinkage=0.5)
+_triplet = LossConfig("triplet", margin=0.2, sampler="dataset")
 
 MAIN_METHODS = {
     "frozen": MethodPreset(),
     "wccn": MethodPreset(AdapterConfig(init_transform="wccn", shrinkage=0.5)),
     "lda": MethodPreset(AdapterConfig(init_transform="lda", shrinkage=0.1)),
-    "ega_paper": MethodPreset(
-        AdapterConfig("ega_paper", hidden=2048), LossConfig("triplet", margin=0.2, sampler="batch")
-    ),
-    "ega_released": MethodPreset(_released, LossConfig("triplet", margin=0.2, sampler="dataset")),
+    "ega_paper": MethodPreset(AdapterConfig("ega_paper", hidden=2048), replace(_triplet, sampler="batch")),
+    "ega_released": MethodPreset(_released, _triplet),
     "icon_self_included": MethodPreset(_released, LossConfig("icon_self_included", tau=0.07)),
     "nca_half_repulsion": MethodPreset(_released, LossConfig("nca_half_repulsion", tau=0.1)),
     "supcon": MethodPreset(_released, LossConfig("supcon", tau=0.07)),
     "lora_supcon": MethodPreset(_lora, LossConfig("supcon", tau=0.07), 1e-3),
-    "lora_triplet": MethodPreset(_lora, LossConfig("triplet", margin=0.2, sampler="dataset"), 1e-3),
-    "ega_preserve": MethodPreset(_released, LossConfig("triplet", margin=0.2, sampler="dataset", lam=1.0)),
+    "lora_triplet": MethodPreset(_lora, _triplet, 1e-3),
+    "ega_preserve": MethodPreset(_released, replace(_triplet, lam=1.0)),
     "supcon_preserve": MethodPreset(_released, LossConfig("supcon", tau=0.07, lam=10.0)),
     "whitened_supcon": MethodPreset(_whitened, LossConfig("supcon", tau=0.05, lam=1.0), 3e-4),
 }
@@ -174,14 +174,10 @@ BASELINES = {
     "pca": MethodPreset(AdapterConfig(init_transform="pca", shrinkage=0.1)),
     "probe": MethodPreset(AdapterConfig(init_transform="probe")),
     "icon": MethodPreset(_released, LossConfig("icon", tau=0.5)),
-    "linear_supcon": MethodPreset(AdapterConfig("linear"), LossConfig("supcon", tau=0.05), 3e-4),
-    "linear_supcon_decay": MethodPreset(
-        AdapterConfig("linear"), LossConfig("supcon", tau=0.05), 3e-4, weight_decay=30.0
-    ),
-    "linear_cosface": MethodPreset(AdapterConfig("linear"), LossConfig("cosface", margin=0.35, tau=1 / 30), 3e-4),
-    "linear_proxy_anchor": MethodPreset(
-        AdapterConfig("linear"), LossConfig("proxy_anchor", margin=0.1, tau=1 / 32), 3e-4
-    ),
+    "linear_supcon": MethodPreset(_linear, LossConfig("supcon", tau=0.05), 3e-4),
+    "linear_supcon_decay": MethodPreset(_linear, LossConfig("supcon", tau=0.05), 3e-4, weight_decay=30.0),
+    "linear_cosface": MethodPreset(_linear, LossConfig("cosface", margin=0.35, tau=1 / 30), 3e-4),
+    "linear_proxy_anchor": MethodPreset(_linear, LossConfig("proxy_anchor", margin=0.1, tau=1 / 32), 3e-4),
 }
 RECOMMENDED_METHODS = {
     "discriminant_whitening": MethodPreset(AdapterConfig(init_transform="discriminant_whitening", shrinkage=0.5)),
@@ -200,7 +196,7 @@ RECOMMENDED_METHODS = {
     ),
 }
 ABLATIONS = {
-    kind: MethodPreset(AdapterConfig(kind, hidden=2048), LossConfig("triplet", margin=0.2, sampler="dataset"))
+    kind: MethodPreset(AdapterConfig(kind, hidden=2048), _triplet)
     for kind in ("no_residual", "no_residual_drawn", "no_zero_init", "no_sphere")
 }
 METHODS = MAIN_METHODS | BASELINES | ABLATIONS | RECOMMENDED_METHODS

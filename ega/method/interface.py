@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c005
-from ..data.arrays import InputError, check_embeddings, check_X, normalize
+from ..data.arrays import InputError, check_matrix, check_X, normalize
 from ..data.files import hash_arrays, read_json, reading
 from ega.method.adapters import (
     LinearAdapter,
@@ -163,7 +163,9 @@ def as_adapter(
             fitted = _pair(as_adapter(adapter.query_adapter_), as_adapter(adapter.document_adapter_))
         return _with_columns(fitted, getattr(adapter, "feature_names_in_", getattr(adapter, "_integer_columns", None)))
     if isinstance(adapter, np.ndarray):
-        matrix = check_embeddings(adapter, "matrix")
+        matrix = np.ascontiguousarray(check_matrix(adapter, name="matrix"), np.float32)
+        if not np.isfinite(matrix).all():
+            raise InputError("the matrix of an adapter must be finite, got NaN or inf")
         return _affine(matrix, None, hash_arrays(matrix))
     if hasattr(adapter, "matrix_") and hasattr(adapter, "mean_"):
         offset = -adapter.mean_.astype(np.float64) @ adapter.matrix_

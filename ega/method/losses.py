@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..data.arrays import InputError, linear
+from ..data.arrays import InputError
+from ..data.runtime import linear
 
 # %% ../../nbs/method/02_losses.ipynb #triplet-terms
 def triplet_violations(a: torch.Tensor, p: torch.Tensor, n: torch.Tensor, margin: float = 0.2) -> torch.Tensor:

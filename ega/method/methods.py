@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.arrays import InputError, normalize, pick_device, rows_by_class, spawn_rngs, torch_generator
-from ..data.threads import limit_threads
+from ..data.arrays import InputError, normalize, rows_by_class
+from ..data.runtime import limit_threads, pick_device, spawn_rngs, torch_generator
 from ..measure.metrics import cosine_std_of_negative_pairs
 from .active_ratio import index_rows_by_class
 from ega.method.adapters import (

@@ -17,7 +17,8 @@ import torch
 from torch import func, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
-from ..data.arrays import InputError, Rngs, torch_generator
+from ..data.arrays import InputError
+from ..data.runtime import Rngs, torch_generator
 from .losses import triplet_violations
 from .training import Objective
 
@@ -161,7 +162,7 @@ class Trajectory(NamedTuple):
         return Trajectory(*(values[:steps] for values in self))
 
 # %% ../../nbs/method/08_theory.ipynb #recorder
-def _parameter_distance(one: nn.Module, other: nn.Module) -> float:
+def _parameter_distance(one, other):
     "||theta - theta'|| of two adapters of one architecture."
     squares = sum(((p - q) ** 2).sum() for p, q in zip(one.parameters(), other.parameters()))
     return float(squares.detach().sqrt())
@@ -263,7 +264,7 @@ def sgd(
     x: torch.Tensor,  # (n, d) unit rows
     y: torch.Tensor,  # (n,) int64 labels
     *,
-    rngs: Rngs,  # ega.data.arrays.spawn_rngs(seed); `order` and `triplets` are used
+    rngs: Rngs,  # ega.data.runtime.spawn_rngs(seed); `order` and `triplets` are used
     lr: float,  # learning rate eta, constant
     steps: int,
     batch_size: int = 256,  # rows per step; all rows when there are fewer

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..data.arrays import InputError, Rngs, pick_device, torch_generator
+from ..data.arrays import InputError
 from ..data.files import hash_arrays, reading
-from ..data.threads import limit_threads
+from ..data.runtime import Rngs, limit_threads, pick_device, torch_generator
 from ega.method.active_ratio import (
     RowsByClass,
     draw_for_batch_triplets,

@@ -11,7 +11,6 @@ from sklearn.exceptions import NotFittedError
 from ega.data.arrays import InputError, normalize
 from ega.estimator import EmbeddingAdapter
 from ega.measure.evaluation import (
-    EXTRA_NEIGHBOURS_FOR_TIES,
     caveats,
     change_against_frozen,
     evaluate,
@@ -80,16 +79,6 @@ def test_knn_among_rows_equals_a_loop(kind):
         assert len(set(positions)) == 4
 
 
-def test_knn_among_rows_returns_duplicates_but_not_the_query_itself():
-    "Ten equal rows, more than the neighbours that are searched; the gallery overlaps the queries in part."
-    x = normalize(np.r_[np.ones((10, 3)), np.eye(3)])
-    queries, gallery = np.array([0, 4, 9, 11]), np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12])
-    for k in (1, 3, 9):
-        D, I = knn_among_rows(x, queries, gallery, k, device="cpu")
-        assert (gallery[I] != queries[:, None]).all()
-        assert (D[:3] == 0).all() and (D[3] > 0).all()
-
-
 def test_a_gallery_of_the_query_alone_gives_padding_and_a_miss():
     x, y = clouds()
     alone = np.array([3])
@@ -115,13 +104,6 @@ def test_label_hits_equal_a_loop_with_duplicates_and_overlap():
     assert np.allclose(label_hits(x, y, everyone, everyone, device="cpu").hit, loo_lp_at_k(x, y, device="cpu"))
 
 
-def test_label_hits_average_over_ties_up_to_the_extra_neighbours():
-    x = normalize(np.repeat([[1.0, 0.0]], EXTRA_NEIGHBOURS_FOR_TIES + 2, 0))
-    y = np.r_[0, 0, np.ones(EXTRA_NEIGHBOURS_FOR_TIES, int)]
-    rows = np.arange(len(x))
-    assert np.isclose(label_hits(x, y, rows, rows, device="cpu").hit[0], 1 / (EXTRA_NEIGHBOURS_FOR_TIES + 1))
-
-
 @pytest.mark.parametrize(
     "rows, kept", [([0, 1, 2, 3], [0, 2]), ([5, 4, 3, 1], [5, 4, 3, 1]), ([6, 0, 7], [6, 7]), ([], [])]
 )
@@ -139,10 +121,7 @@ def test_change_is_the_bootstrap_of_the_paired_difference():
     classes = rng.integers(7, size=60)
     got = change_against_frozen(before, after, classes, random_state=3, confidence=0.8)
     expected = bootstrap(100.0 * after - 100.0 * before, classes, np.random.default_rng(3), confidence=0.8)
-    assert got[4:] == tuple(expected) and (got.n_queries, got.n_classes) == (60, 7)
-    assert np.isclose(got.frozen, 100 * before.mean()) and np.isclose(got.adapted - got.frozen, got.change)
-    assert got == change_against_frozen(before, after, classes, random_state=3, confidence=0.8)
-    assert got[5:] != change_against_frozen(before, after, classes, random_state=4, confidence=0.8)[5:]
+    assert got[4:] == tuple(expected) and got[:4] == (60, 7, 100 * before.mean(), 100 * after.mean())
 
 
 # ---- two galleries
@@ -185,13 +164,6 @@ def test_drawn_queries_are_searched_in_complete_galleries():
     assert any((a.queries != b.queries).any() for a, b in zip(searches, other))
 
 
-def test_a_row_that_was_fitted_on_is_never_an_unseen_query():
-    "Classes were renamed after the fit: the rows are known, whatever their labels are now."
-    x, y = clouds()
-    table = tabulate(x, x, y, False, y < 3).set_index(["group", "gallery"])
-    assert table.loc[("unseen", "mixed"), "n_rows"] == 45 and table.loc[("trained on", "seen"), "n_rows"] == 45
-
-
 def test_capture_rate_by_hand():
     """Unseen rows 0..3 on a line: in x rows 0 and 1 are nearest to each other, 2 and 3 each to a seen row.
 
@@ -208,41 +180,6 @@ def test_capture_rate_by_hand():
     assert (line.frozen, line.adapted, line.change) == (50, 100, 50)
     others = table.drop(("unseen", "mixed"))[["capture_rate_frozen", "capture_rate_adapted"]]
     assert others.isna().all(axis=None)
-
-
-def test_rows_without_classmate_are_in_the_gallery_but_are_no_queries():
-    angle = np.deg2rad([0, 10, 4, 90, 100])
-    x = np.stack([np.cos(angle), np.sin(angle)], 1)
-    y, seen = np.array([0, 0, 7, 1, 1]), np.array([False, False, False, True, True])
-    table = tabulate(x, x, y, seen).set_index(["group", "gallery"])
-    assert (table.n_queries == 2).all() and (table.n_classes == 1).all()
-    assert table.loc[("unseen", "unseen"), "frozen"] == 0  # the row of class 7 lies between
-    assert table.loc[("seen", "mixed"), "frozen"] == 100
-
-
-@pytest.mark.parametrize("value, kind", [(True, "seen"), (False, "unseen")])
-def test_with_one_kind_of_classes_there_is_no_mixed_gallery(value, kind):
-    x, y = clouds()
-    table = tabulate(x, x, y, value)
-    assert table[["group", "gallery"]].values.tolist() == [[kind, kind]]
-    assert table.n_queries[0] == 90 and table.change[0] == 0
-
-
-def test_a_kind_without_queries_is_left_out_but_is_searched():
-    "One unseen row alone: seen queries still have a mixed gallery with it."
-    x, y = clouds()
-    rows = np.r_[np.flatnonzero(y < 5), 89]
-    table = tabulate(x[rows], x[rows], y[rows], y[rows] < 5)
-    assert table[["group", "gallery"]].values.tolist() == [["seen", "mixed"], ["seen", "seen"]]
-
-
-def test_unlabelled_rows_change_nothing():
-    x, y = clouds()
-    z = normalize(x + 0.3)
-    more = np.random.default_rng(4).normal(size=(20, 8))
-    more_x, more_z = normalize(np.r_[x, more]), normalize(np.r_[z, more])
-    with_more = tabulate(more_x, more_z, np.r_[y, [-1] * 20], np.r_[y < 4, [True] * 20])
-    pd.testing.assert_frame_equal(with_more, tabulate(x, z, y, y < 4))
 
 
 # ---- sentences
@@ -269,8 +206,6 @@ def test_sentence_says_gain_or_loss_only_if_the_interval_excludes_zero():
         ({"unseen": (-1, 3), "seen": (0, 4)}, "No gain is certain"),
         ({"unseen": (1, 3), "seen": (2, 4)}, "The adapted embeddings can replace the frozen ones."),
         ({"unseen": (-1.5, 3), "seen": (2, 4)}, "Use the adapted embeddings if unseen classes may lose 1.5 points"),
-        ({"unseen": (1, 3), "seen": (-0.04, 4)}, "The adapted embeddings can replace the frozen ones."),
-        ({"unseen": (1, 3)}, "The adapted embeddings can replace the frozen ones."),
     ],
 )
 def test_the_summary_says_whether_to_use_the_adapter(intervals, advice):

@@ -22,7 +22,8 @@ from sklearn.base import clone
 from torch.nn import functional as F
 
 from ega import EmbeddingAdapter, read_pack
-from ega.data.arrays import InputError, check_X, check_y, spawn_rngs
+from ega.data.arrays import InputError, check_X, check_y
+from ega.data.runtime import spawn_rngs
 from ega.method.adapters import LinearAdapter
 from ega.method.config import (
     AdapterConfig,
@@ -38,7 +39,6 @@ from ega.method.losses import (
     displacement_penalty,
     find_loss,
     icon,
-    icon_self_included,
     nca,
     nca_half_repulsion,
     register_loss,
@@ -226,14 +226,6 @@ def test_identities_on_random_batches(seed, n, classes, tau):
         assert abs(gap - (positives + 1).double().log().mean()) < 1e-5  # its 1e-8
 
 
-@pytest.mark.parametrize("leak", (0.0, 0.1, 0.5, 1.0))
-def test_icon_leak_is_linear(leak):
-    z, y = batch()
-    others = [(z[i] @ z.T / 0.5)[torch.arange(len(z)) != i] for i in range(len(z))]
-    uniform = -torch.stack([F.log_softmax(logits, 0).mean() for logits in others]).mean()
-    assert abs(icon(z, y, 0.5, leak=leak) - (1 - leak) * supcon(z, y, 0.5) - leak * uniform) < 1e-12
-
-
 # triplet
 
 
@@ -248,18 +240,11 @@ def test_triplet_equals_torch(dtype, atol, margin):
     assert terms.shape == (200,) and (terms < 0).any() and abs(terms.relu().mean() - triplet(a, p, n, margin)) < atol
 
 
-def test_triplet_gradient_norms_and_degenerate_triplets():
-    "Gradients sum to 0, unit vectors at p and n; loss m for equal rows; 0 without triplets."
-    a, p, n = (batch(50, 5, seed=s)[0] for s in range(3))
-    _, (ga, gp, gn) = value_and_grad(lambda *v: triplet(*v, 5.0), a, p, n)  # margin 5: all active
-    assert (ga + gp + gn).abs().max() < 1e-12
-    assert all(torch.allclose(50 * g.norm(dim=1), torch.ones(50).double()) for g in (gp, gn))
-    equal = torch.ones(4, 512).double() / 512**0.5
-    assert abs(triplet(equal, equal, equal, 0.2) - 0.2) < 1e-12
-    z = a[:0].clone().requires_grad_()
-    loss = triplet(z, z, z)
-    assert loss == 0 and torch.autograd.grad(loss, z)[0].shape == (0, 5)
-    _, (g,) = value_and_grad(lambda z: triplet(z, z, z), a)
+def test_triplet_without_triplets_and_of_equal_rows():
+    z = batch(50, 5)[0].requires_grad_()
+    loss = triplet(z[:0], z[:0], z[:0])
+    assert loss == 0 and not torch.autograd.grad(loss, z)[0].any()
+    _, (g,) = value_and_grad(lambda z: triplet(z, z, z), z.detach())
     assert g.isfinite().all() and g.abs().max() < 1e-12  # p = n = a: the gradients cancel
 
 
@@ -301,7 +286,7 @@ LABELS = {
 def test_fused_losses_equal_their_definitions(loss, labels, n, d, onednn, monkeypatch):
     "In float64 and, also with oneDNN's products, in float32; a gradient that reaches the loss is multiplied in."
     if not onednn:
-        monkeypatch.setattr("ega.data.arrays._onednn_linear", lambda: None)
+        monkeypatch.setattr("ega.data.runtime._onednn_linear", lambda: None)
     y, z64 = LABELS[labels](n), F.normalize(torch.randn(n, d, dtype=torch.float64, generator=seeded()), dim=1)
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         for tau in (1.0, 0.07, 0.01):
@@ -360,15 +345,6 @@ def tangent(loss, z, y, *args):
     "Value, and norm of the gradient along the sphere."
     value, (g,) = value_and_grad(lambda z: loss(z, y, *args), z)
     return value.item(), (g - (g * z).sum(1, keepdim=True) * z).norm().item()
-
-
-def test_batch_without_positives():
-    "Without any positive, SupCon, ICon and NCA are 0 with gradient 0; the released losses are not."
-    z, y = batch(6, 4)[0], torch.arange(6)
-    for f in (supcon, supcon_in, icon, nca):
-        assert tangent(f, z, y, 0.5) == (0, 0)
-    assert tangent(icon_self_included, z, y, 0.5)[1] > 0.1 and tangent(nca_half_repulsion, z, y, 0.5)[1] > 0.1
-    assert abs(nca_half_repulsion(z, y, 0.5, 0.0) + math.log(1e-8)) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))

@@ -71,12 +71,6 @@ def test_build_method_config(method):
         assert config.train is None and config.loss is None
 
 
-def test_is_trained():
-    untrained = {name for name in METHODS if not uses_gradient_training(name)}
-    assert untrained == {"frozen", "wccn", "lda", "pca", "probe", "discriminant_whitening"}
-    assert uses_gradient_training("ega_released margin=0.1 lr=0.001")
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_parse_config_round_trip(method):
     "Through a dictionary and through JSON; fields added later are restored at their default."

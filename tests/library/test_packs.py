@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ega.data.packs
-from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.arrays import InputError, normalize
 from ega.data.packs import (
     PACK_DTYPES,
     EmbeddingSet,
@@ -26,6 +26,7 @@ from ega.data.packs import (
     split_classes,
     write_pack,
 )
+from ega.data.runtime import spawn_rngs
 
 PACKS = Path(__file__).parents[2] / "data" / "packs"
 labels = st.lists(st.integers(-1, 6), min_size=1, max_size=80).map(lambda v: np.array(v, np.int64))

@@ -7,8 +7,9 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from test_selection import world
 
-from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.arrays import InputError, normalize
 from ega.data.packs import row_split
+from ega.data.runtime import spawn_rngs
 from ega.estimator import EmbeddingAdapter, estimate_update
 from ega.measure.evaluation import label_hits
 from ega.method.adapters import transform
@@ -56,18 +57,6 @@ def test_closed_form_of_a_selected_strength_equals_a_fit_on_all_rows(rows, stren
     changed, whole = adapters
     changed.partial_fit(x[~first], y[~first])
     assert np.allclose(changed.transform(x), whole.transform(x), rtol=0, atol=ROUNDING)
-
-
-def test_the_order_of_updates_changes_only_rounding(rows):
-    x, y, first = rows
-    parts = np.array_split(np.flatnonzero(~first), 3)
-    made = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        adapter = fit(x[first], y[first])
-        for part in order:
-            adapter.partial_fit(x[parts[part]], y[parts[part]])
-        made.append(adapter.transform(x))
-    assert np.allclose(*made, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("method", CLOSED)
@@ -241,15 +230,3 @@ def test_rows_that_say_nothing_about_an_update(rows, rows_of):
     chosen = np.unique(y, return_index=True)[1] if rows_of.startswith("one row") else y == 10
     estimate = estimate_update(fit(x[first], y[first]), x[chosen], y[chosen])
     assert estimate.n_queries == 0 and np.isnan(estimate.change)
-
-
-def test_an_index_of_the_earlier_adapter_is_refused(rows, tmp_path):
-    pytest.importorskip("faiss")
-    from ega.deploy.index import AdaptedIndex
-
-    x, y, first = rows
-    adapter = fit(x[first], y[first])
-    AdaptedIndex(adapter).add(x).save(tmp_path / "i")
-    adapter.partial_fit(x[~first], y[~first])
-    with pytest.raises(InputError, match="different adapters cannot be compared"):
-        AdaptedIndex.load(tmp_path / "i", adapter)

@@ -89,23 +89,6 @@ def test_equal_scores_keep_the_order_of_rows_as_trec_eval_that_of_ids(name):
         np.testing.assert_allclose(ours[measure], [found[str(q)][trec] for q in rows], atol=1e-12)
 
 
-def test_unjudged_documents_count_as_not_relevant():
-    relevance, rows, I = stored("cranfield")
-    judged = {(q, d) for q, d, _ in relevance.pairs.tolist()}
-    others = [(q, d, 0) for q, line in zip(rows.tolist(), I.tolist()) for d in line if (q, d) not in judged]
-    more = np.concatenate([relevance.pairs, others])
-    before, after = (ranking_metrics(I, pairs, queries=rows) for pairs in (relevance.pairs, more))
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-
-
-def test_the_order_of_the_lists_changes_nothing():
-    relevance, rows, I = stored("scifact")
-    whole = ranking_metrics(I, relevance.pairs, queries=rows)
-    some = np.random.default_rng(0).permutation(len(rows))[:50]
-    found = ranking_metrics(I[some], relevance.pairs, queries=rows[some])
-    assert all(np.array_equal(whole[name][some], found[name]) for name in whole)
-
-
 def test_the_table_has_all_queries_and_those_of_new_documents():
     relevance, rows, I = stored("med")
     new = np.arange(len(rows)) < 8

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ega import selection
-from ega.data.arrays import InputError, normalize, spawn_rngs
+from ega.data.arrays import InputError, normalize
+from ega.data.runtime import spawn_rngs
 from ega.measure.evaluation import label_hits
 from ega.measure.statistics import cluster_bootstrap_means
 from ega.method.adapters import transform

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from ega.data.arrays import InputError, spawn_rngs, torch_generator
+from ega.data.arrays import InputError
+from ega.data.runtime import spawn_rngs, torch_generator
 from ega.method.active_ratio import Triplets, index_rows_by_class, sample_dataset_triplets
 from ega.method.adapters import BoundedDisplacementAdapter, ReleasedEGA
 from ega.method.losses import supcon, triplet_violations

@@ -10,8 +10,9 @@ import pytest
 import torch
 from test_losses import circle
 
-from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.arrays import InputError, normalize
 from ega.data.files import hash_arrays
+from ega.data.runtime import spawn_rngs, torch_generator
 from ega.method.active_ratio import index_rows_by_class
 from ega.method.adapters import LinearAdapter, LoRAAdapter, PaperEGA, ReleasedEGA, transform
 from ega.method.config import TrainConfig
@@ -47,15 +48,6 @@ def fit(objective, x, y, make=ReleasedEGA, seed=0, config=SHORT, **kw):
     sizes = {LinearAdapter: {}, LoRAAdapter: {"rank": 4}}.get(make, {"hidden": 16})
     adapter = make(x.shape[1], **sizes, gen=torch_generator(s.init))
     return adapter, train(adapter, objective, x, y, rngs=s, config=config, device="cpu", **kw)
-
-
-def objectives(y):
-    return {
-        "batch": batch_triplet_objective(0.2),
-        "dataset": dataset_triplet_objective(0.2, index_rows_by_class(torch.as_tensor(y))),
-        "supcon": pairwise_objective(supcon),
-        "preserve": with_displacement_penalty(batch_triplet_objective(0.2), 1.0),
-    }
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])

@@ -19,8 +19,9 @@ import torch
 from readers import embedding_set, labels, rows
 
 from ega.data import datasets, embed, packs
-from ega.data.arrays import InputError, normalize, spawn_rngs, torch_generator
+from ega.data.arrays import InputError, normalize
 from ega.data.files import atomic_write, hash_arrays
+from ega.data.runtime import spawn_rngs, torch_generator
 from ega.deploy import transform
 from ega.deploy.index import AdaptedIndex
 from ega.deploy.monitor import Monitor
