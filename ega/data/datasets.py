@@ -115,7 +115,8 @@ def read_csv_source(path: str | Path) -> Source:
     kind = next((name for name in ("text", "image") if columns.get(name)), None)
     if kind is None:
         raise InputError(f"{path}: expected a column 'text' or 'image' and at least one row, got {list(columns)[:9]}")
-    items, empty = columns[kind], [""] * len(columns[kind])
+    items: list = columns[kind]
+    empty = [""] * len(items)
     labels = parse_label_fields(columns.get("label", empty))  # 3.0 and 3 are one class, and NA beside them is none
     y, classes = _encode_names(["" if label == -1 else str(label) for label in labels.tolist()])
     default_ids = items if kind == "image" else map(str, range(len(items)))
@@ -158,7 +159,7 @@ def open_input_source(path: str | Path) -> Source:
             f"{path}: expected a folder of images, an image, or a file ending in .npz, .csv or .json"
             + ("" if path.exists() else "; it does not exist")
         )
-    return readers[suffix](path) if suffix in readers else Source(path.stem, [path], [path.name], [-1], [""])
+    return readers[suffix](path) if suffix in readers else Source(path.stem, [path], [path.name], np.array([-1]), [""])
 
 # %% ../../nbs/data/05_datasets.ipynb #patch-torchvision
 def patch_torchvision() -> None:
@@ -448,7 +449,7 @@ def open_dataset(
         notes += f"; {per_class} rows per class by seed {seed}"
     set_name = key if splits == spec.default else f"{key}_{'_'.join(splits)}"
     meta = {"source": _SOURCES[key], "licence": _LICENCES.get(key, _NO_LICENCE), "notes": notes}
-    return Source(set_name, items, ids, y, split, tuple(classes), meta)
+    return Source(set_name, items, ids, np.array(y), split, tuple(classes), meta)
 
 # %% ../../nbs/data/05_datasets.ipynb #released-class-split
 def released_class_split(y: np.ndarray, *, seed: int = 42) -> ClassSplit:

@@ -181,7 +181,7 @@ def _to_embedding_set(source, encoder, shards):
     ids, split = np.array(source.ids)[kept], np.array(source.split)[kept]
     return EmbeddingSet(x, source.y[kept], ids, split, source.classes, meta)
 
-# %% ../../nbs/data/07_embed.ipynb #embed
+# %% ../../nbs/data/07_embed.ipynb #embed-result
 class EmbedResult(NamedTuple):
     "What `embed` has written."
 
@@ -189,7 +189,7 @@ class EmbedResult(NamedTuple):
     rows: int  # rows of the pack
     skipped: dict  # id of each input that was left out -> reason
 
-
+# %% ../../nbs/data/07_embed.ipynb #embed
 def embed(
     source: Source | str | Path,  # what to encode, or a path for open_input_source
     encoder: Encoder | str | Path,  # an object like Encoder, or a name for load_encoder
@@ -230,7 +230,8 @@ def embed(
     }
     path = Path(out) if str(out).endswith(".parquet") else path_of_pack(source.name, encoder.name, out)
     folder = _open_shard_folder(path, plan, overwrite)
-    shards, skipped = [], {}
+    shards: list[_Shard] = []
+    skipped: dict[str, str] = {}
     for shard in _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress):
         first = len(shards) * shard_rows
         skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard.reasons) if reason}

@@ -9,7 +9,7 @@ __all__ = ['check_pairs', 'queries_with_relevant', 'read_pairs', 'match_pairs', 
 
 # %% ../../nbs/data/08_relevance.ipynb #fa6245df
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from csv import QUOTE_NONE
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,8 +134,8 @@ def read_pairs(
 # %% ../../nbs/data/08_relevance.ipynb #fea5b294
 def match_pairs(
     table: pd.DataFrame,  # from read_pairs
-    query_ids: Sequence[str],  # ids of the query rows
-    document_ids: Sequence[str],  # ids of the document rows
+    query_ids: Iterable[str],  # ids of the query rows
+    document_ids: Iterable[str],  # ids of the document rows
     *,
     on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
 ) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
@@ -266,7 +266,8 @@ def read_text_pairs(
         texts = pd.Series(table[column].unique())
         texts.index = column[0] + texts.index.astype(str)
         sources.append(_text_source(Path(path).stem, texts))
-    return RelevanceTexts(*sources, match_pairs(table, sources[0].items, sources[1].items))
+    queries, documents = sources
+    return RelevanceTexts(queries, documents, match_pairs(table, queries.items, documents.items))
 
 # %% ../../nbs/data/08_relevance.ipynb #6484d57b
 def _with_prefix(source, prefix):
