@@ -14,7 +14,6 @@ from pathlib import Path
 import ega
 from ..cli import run_command
 from ..data.arrays import InputError
-from ..data.files import short_error
 
 # %% ../../nbs/experiments/08_cli.ipynb #repository
 def find_repository(start=None):
@@ -32,8 +31,8 @@ def _reproduce(args):
     "Train a profile of the grid, render figures, tables and report, and print the headline."
     if args.protocol:
         return _reproduce_published(args)
-    if args.packs or args.epochs or args.dry_run:
-        raise InputError("--packs, --epochs and --dry-run belong to --protocol; name paper, released or strict")
+    if args.packs or args.epochs:
+        raise InputError("--packs and --epochs belong to --protocol; name paper, released or strict")
     root = find_repository()
     is_full, build = args.profile == "full", root / "build" / args.profile
     results, target = (root / "data/results", root / "paper") if is_full else (build / "results", build / "paper")
@@ -54,21 +53,13 @@ def _run_profile(args, root, results):
     grids, packs = GRIDS[args.profile], root / "data/packs"
     unknown = sorted(set(args.experiments or ()) - set(grids))
     if unknown:
-        raise InputError(
-            f"the profile {args.profile} has no experiment {', '.join(unknown)}; it has {', '.join(grids)}"
-        )
+        raise InputError(f"the profile {args.profile} has no experiment {', '.join(unknown)}, only {', '.join(grids)}")
     for name, grid in grids.items():
         if name not in (args.experiments or grids):
             continue
-        store, configs, made = ResultStore(results, name), list(grid.configs()), 0
-        options = dict(workers=args.workers, progress=not args.quiet)
-        options["path_epochs"] = getattr(grid, "grid", grid).path_epochs
-        if args.profile == "quick" and name == "main":  # the closed forms take seconds: their table comes first
-            made = run_grid([c for c in configs if c.train is None], store, packs, **options)
-            store.merge_parts()
-            if made:
-                print(compare_with_committed(results, root / "data/results"), "\n\nNext, the trained methods.")
-        made += run_grid(configs, store, packs, **options)
+        store, configs = ResultStore(results, name), sorted(grid.configs(), key=lambda c: c.train is not None)
+        path_epochs = getattr(grid, "grid", grid).path_epochs
+        made = run_grid(configs, store, packs, workers=args.workers, path_epochs=path_epochs)
         store.merge_parts()
         print(f"{name}: {made} runs trained now, {len(store.ids())} in {store.path.relative_to(root)}")
 
@@ -90,9 +81,7 @@ def _reproduce_published(args):
     store = ResultStore(root / "build/paper", args.protocol)
     trial = "" if args.epochs is None else f", a trial (--epochs {args.epochs})"
     for name, cells in tables.items():
-        made = 0
-        if not args.dry_run:
-            made = run_cells(cells, store, packs, workers=args.workers, progress=not args.quiet)
+        made = run_cells(cells, store, packs, workers=args.workers)
         results = store.read() if store.ids() else None
         print(f"{name}, protocol {args.protocol}{trial}: {made} runs made now\n")
         print(format_cells(cells, results, packs, custom_folder) + "\n")
@@ -104,21 +93,20 @@ def compare_with_committed(results, committed):
     "Change of unseen LP@1 in the mixed gallery, by method and benchmark, beside the committed runs of the same id."
     # the runs of the quick profile are committed as `short`, or as `main` where nothing is trained
     ours, theirs = _unseen_lp(results, ("main",)), _unseen_lp(committed, ("main", "short"))
-    frozen = ours[ours.method == "frozen"].set_index(["benchmark", "split_seed"]).lp_at_1
-    baseline = frozen.reindex(list(zip(ours.benchmark, ours.split_seed))).values
-    changes = ours.assign(change=100 * (ours.lp_at_1.values - baseline))
-    table = changes.pivot_table(index="method", columns="benchmark", values="change", sort=False)
-    table = table.loc[table.mean(axis=1).sort_values(ascending=False).index]
-    table.columns = [f"{name.replace('tiny200>', '>'):>12s}" for name in table]
+    lp = ours.set_index(["method", "benchmark", "split_seed"]).lp_at_1.unstack("method", sort=False)
+    changes = 100 * lp.sub(lp.frozen, axis=0).groupby("benchmark", sort=False).mean().T
+    changes = changes.loc[changes.mean(axis=1).sort_values(ascending=False).index]
+    table = changes.rename(columns=lambda name: name.replace("tiny200>", ">")).rename_axis(index=None, columns="method")
     where = "split 42, seed 0" if ours.split_seed.nunique() == 1 else "mean of splits"
-    lines = [f"Unseen classes, mixed gallery, LP@1 against frozen, points ({where})", ""]
-    lines.append(f"{'method':20s}" + "".join(table))
-    lines += [f"{method:20s}" + "".join(f"{v:+12.1f}" for v in values) for method, values in table.iterrows()]
     both = ours.merge(theirs, on="run_id", suffixes=("", "_committed"))
     difference = (both.lp_at_1 - both.lp_at_1_committed).abs() * 100
     equal, largest = (difference == 0).sum(), difference.max() if len(difference) else 0
-    lines += ["", f"{equal} of {len(both)} runs have exactly the LP@1 of the committed run of the same id;"]
-    return "\n".join([*lines, f"the largest difference is {largest:.2f} points."])
+    return (
+        f"Unseen classes, mixed gallery, LP@1 against frozen, points ({where})\n\n"
+        f"{table.to_string(float_format='{:+.1f}'.format, col_space=11)}\n\n"
+        f"{equal} of {len(both)} runs have exactly the LP@1 of the committed run of the same id;\n"
+        f"the largest difference is {largest:.2f} points."
+    )
 
 
 def _unseen_lp(folder, experiments):
@@ -144,7 +132,7 @@ def _find_stored_run(folder, run_id):
     from ega.experiments.grids import read_results
 
     for path in sorted(folder.glob("*.parquet")):
-        if "run_id" not in open_parquet(path).schema_arrow.names:
+        if not {"run_id", "config"} <= set(open_parquet(path).schema_arrow.names):
             continue  # a table of another kind
         stored_ids = set(read_results(folder, path.stem, ["run_id"]).run_id)
         matches = [stored for stored in stored_ids if stored.startswith(run_id)]
@@ -163,18 +151,11 @@ def _rerun(args):
 
     root = find_repository()
     experiment, stored = _find_stored_run(Path(args.results or root / "data/results"), args.run_id)
-    try:
-        first = stored.iloc[0]
-        print(f"{experiment} {first.run_id}, ega {first.version} on {first.machine}\n{first.config}")
-        config = parse_config(RunConfig, first.config)
-    except (AttributeError, TypeError) as error:
-        raise InputError(f"{experiment} has other columns than the rows of a run: {short_error(error)}") from error
+    first = stored.iloc[0]
+    print(f"{experiment} {first.run_id}, ega {first.version} on {first.machine}\n{first.config}")
     use_one_thread()
-    again = run_experiment(config, Path(args.packs or root / "data/packs"), device="cpu")
-    try:
-        lines, difference = _compare_rows(stored, again)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{experiment} has other columns than the rows of a run: {short_error(error)}") from error
+    again = run_experiment(parse_config(RunConfig, first.config), args.packs or root / "data/packs", device="cpu")
+    lines, difference = _compare_rows(stored, again)
     print("\n".join(lines))
     tolerance = 0 if first.machine == platform_tag() else RERUN_TOLERANCE
     if not difference <= tolerance:  # nan: rows are missing
@@ -200,29 +181,6 @@ def _compare_rows(stored, again):
     difference = 100 * (both[value] - both[f"{value}_now"]).abs().max()
     return lines, difference if len(both) == len(stored) else float("nan")
 
-# %% ../../nbs/experiments/08_cli.ipynb #reproduce-arguments
-def _add_reproduce_arguments(command):
-    "The arguments of `ega-paper reproduce`."
-    what = command.add_mutually_exclusive_group()
-    profile = "quick: one split, one seed, into build/quick; full: recompute data/results"
-    what.add_argument("--profile", choices=("quick", "full"), default="quick", help=profile)
-    protocol = (
-        "instead: the tables of the paper as its text says, as its code ran, or by the protocol of this project; "
-        "without --experiments an overview"
-    )
-    what.add_argument("--protocol", choices=("paper", "released", "strict"), help=protocol)
-    experiments = (
-        "only these experiments, without rendering; with --protocol these tables or figures, "
-        "such as tab:ood_summary (a wrong name lists them)"
-    )
-    add = command.add_argument
-    add("--experiments", nargs="+", metavar="NAME", help=experiments)
-    add("--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)")
-    add("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
-    add("--dry-run", action="store_true", help="with --protocol: print what is missing, run nothing")
-    add("--workers", type=int, help="processes (default: one for each core, at most 8)")
-    add("--quiet", action="store_true", help="no progress bars")
-
 # %% ../../nbs/experiments/08_cli.ipynb #paper-parser-code
 def parser():
     "The argument parser of `ega-paper`."
@@ -235,7 +193,17 @@ def parser():
         command.set_defaults(run=run, parser=command)
         return command
 
-    _add_reproduce_arguments(add_command("reproduce", _reproduce, "train the grid, render figures, tables and report"))
+    reproduce = add_command("reproduce", _reproduce, "train the grid, render figures, tables and report")
+    what, add = reproduce.add_mutually_exclusive_group(), reproduce.add_argument
+    profile = "quick: one split, one seed, into build/quick; full: recompute data/results"
+    what.add_argument("--profile", choices=("quick", "full"), default="quick", help=profile)
+    protocol = "instead: tables of the paper as its text says, as its code ran, or by the protocol of this project"
+    what.add_argument("--protocol", choices=("paper", "released", "strict"), help=protocol)
+    experiments = "only these, without rendering; with --protocol tables or figures, such as tab:ood_summary"
+    add("--experiments", nargs="+", metavar="NAME", help=experiments)
+    add("--packs", metavar="FOLDER", help="with --protocol: packs of the paper's data (default: build/packs)")
+    add("--epochs", type=int, metavar="N", help="with --protocol: a trial of N epochs")
+    add("--workers", type=int, help="processes (default: one for each core, at most 8)")
     rerun = add_command("rerun", _rerun, "train one stored run again and compare its digits")
     rerun.add_argument("run_id", help="the id of a run, or its first digits")
     rerun.add_argument("--results", help="folder of results (default: data/results)")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROW_KEYS', 'EQUAL_TUNING_GRID', 'DIAL', 'GRIDS', 'ResultStore', 'read_results', 'Grid', 'Sweep', 'TunedGrid',
-           'run_grid', 'run_grid_ray', 'cached_table']
+           'run_grid', 'cached_table']
 
 # %% ../../nbs/experiments/03_grids.ipynb #grids-imports
 import os
@@ -24,7 +24,6 @@ from ..data.arrays import InputError
 from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
 from ..data.runtime import defer_sigint, usable_cores
-from ..deploy.transform import ray_cluster
 from .protocols import MAIN_BENCHMARKS
 from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
 from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
@@ -260,15 +259,11 @@ def run_grid(
     path_epochs=PATH_EPOCHS,  # finished epochs after which the task `path` evaluates
 ):  # number of runs that were made now
     "Run the configurations that are not stored yet, in parallel; a killed grid resumes."
-    todo = _not_stored(configs, store)
+    done = store.ids()
+    todo = [c for c in configs if c.run_id not in done]
     if todo:
         _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress, path_epochs)
     return len(todo)
-
-
-def _not_stored(configs, store):
-    done = store.ids()
-    return [c for c in configs if c.run_id not in done]
 
 
 def _run_in_pool(todo, store, packs, workers, progress, path_epochs):
@@ -312,24 +307,6 @@ def _run_and_store(config, store, packs, path_epochs):
     checkpoint = store.parts / f"{config.run_id}.safetensors"
     store.add(run_experiment(config, packs, checkpoint=checkpoint, device="cpu", path_epochs=path_epochs))
 
-# %% ../../nbs/experiments/03_grids.ipynb #run
-def run_grid_ray(configs, store, packs, *, address=None):
-    "Run the configurations that are not stored yet, each as a Ray task; all machines see the folder `packs`."
-    todo = _not_stored(configs, store)
-    if todo:
-        with ray_cluster(address) as ray:
-            task = ray.remote(num_cpus=1, max_retries=3)(_run_remotely)
-            waiting = [task.remote(c, str(Path(packs).resolve())) for c in todo]
-            while waiting:
-                ready, waiting = ray.wait(waiting)
-                store.add(ray.get(ready[0]))
-    return len(todo)
-
-
-def _run_remotely(config, packs):
-    use_one_thread()
-    return run_experiment(config, packs, device="cpu")
-
 # %% ../../nbs/experiments/03_grids.ipynb #gathered-table
 def _keys_in(table, types):
     "The row keys that a table holds, as a set of tuples."
@@ -342,23 +319,22 @@ def _read_cached(path, types):
         return pd.DataFrame(columns=list(types))
     if path.suffix == ".parquet":
         return read_parquet(path).to_pandas()
-    missing = {c: [""] for c in pd.read_csv(path, nrows=0) if c not in types}  # "None" or "nan" may be a key
-    return pd.read_csv(path, converters=types, keep_default_na=False, na_values=missing)
+    # only an empty cell is missing: "None" or "nan" may be a key
+    return pd.read_csv(path, converters=types, keep_default_na=False, na_values=[""])
 
 
-def _write_cached(table, path, types):
-    "Write float keys exactly and other floats with fifteen digits."
+def _write_cached(table, path):
+    "Write a table; floats in CSV have fifteen digits."
     with atomic_write(path) as temporary:
         if path.suffix == ".csv":
-            exact = {c: table[c].map(repr) for c, kind in types.items() if kind is float}
-            table.assign(**exact).to_csv(temporary, index=False, float_format="%.15g")
+            table.to_csv(temporary, index=False, float_format="%.15g")
         else:
             table.to_parquet(temporary, compression="zstd", index=False)
 
 # %% ../../nbs/experiments/03_grids.ipynb #gathered
 def cached_table(
     path,  # .csv or .parquet file of the table
-    row_keys,  # tuples of texts and numbers, each identifying some rows; one type at each place
+    row_keys,  # tuples of texts and numbers of at most 15 digits, each identifying some rows; one type at each place
     key_columns,  # names of the columns that hold them, in the same order
     compute,  # function of the values of a key: DataFrame of its rows, or dict of one row, with the key columns
     *,
@@ -380,5 +356,5 @@ def cached_table(
             table = _read_cached(path, types)
             if key not in _keys_in(table, types):  # another process may have been first
                 table = pd.concat([table, rows], ignore_index=True) if len(table) else rows
-                _write_cached(table, path, types)
+                _write_cached(table, path)
     return _read_cached(path, types)

@@ -9,7 +9,6 @@ __all__ = ['SEEDS', 'read_published', 'list_tables_and_figures', 'configs_for', 
 
 # %% ../../nbs/experiments/04_published.ipynb #7c394916
 import re
-import textwrap
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +18,6 @@ from ..data.arrays import InputError
 from ..data.packs import path_of_pack
 from .grids import run_grid
 from ega.experiments.protocols import (
-    PAPER_BENCHMARKS,
     PAPER_PACKS,
     build_split,
     get_benchmark,
@@ -30,6 +28,7 @@ from ega.experiments.protocols import (
     split_counts,
 )
 from .runs import RunConfig
+from .summary import listed
 from ..measure.statistics import bootstrap, bootstrap_worst
 from ..method.config import METHODS, TrainConfig
 
@@ -124,15 +123,14 @@ _SETS_OF_THE_TEXT = {
 
 
 def _benchmark_for(row, protocol):
-    "The key of PAPER_BENCHMARKS of a printed line."
+    "The key of the benchmark of a printed line."
     encoder = _ENCODER[row.backbone.split()[0]]
     if protocol != "released":
         return f"{_SETS_OF_THE_TEXT[protocol][row.dataset]}@{encoder}"
     if row.experiment == "E13" and encoder == "siglip_so400m":
         encoder = "siglip_large_patch16_384"  # D20
-    keys = [key for key, *_ in published_experiments()[row.experiment].sets]
-    named = {(PAPER_BENCHMARKS[key].stands_for, PAPER_BENCHMARKS[key].encoder): key for key in keys}
-    return named[row.dataset, encoder]
+    benchmarks = {key: get_benchmark(key) for key, *_ in published_experiments()[row.experiment].sets}
+    return next(key for key, b in benchmarks.items() if (b.stands_for, b.encoder) == (row.dataset, encoder))
 
 # %% ../../nbs/experiments/04_published.ipynb #configs-for
 def configs_for(row, protocol, epochs=None):
@@ -218,41 +216,37 @@ def missing_packs(configs, packs):  # list of (pack, encoder)
 
 def embed_command(pack, encoder, folder=None):
     "The command that makes a pack; without a folder it is written where `ega embed` writes."
-    dataset, _, _, splits = PAPER_PACKS[pack]
+    dataset, *splits = pack.split("_")
     words = ["ega embed", "--encoder", encoder.replace("_", "-"), "--dataset", dataset]
     words += ["--splits", *splits] if splits else []
-    words += ["--root", "ILSVRC2012"] if dataset == "imagenet" else []
+    words += ["--root", "FOLDER_WITH_train"] if dataset == "imagenet" else []
     return " ".join([*words, "--out", str(folder)] if folder else words)
 
 # %% ../../nbs/experiments/04_published.ipynb #missing
 def deviation_notes(cells, packs):  # list of sentences
     "How the runs of PublishedCells differ from the published ones: rows of a pack, numbers of fit rows and queries."
-    configs, notes = {(c.benchmark, c.protocol, c.split_seed): c for cell in cells for c in cell.configs}, []
-    for config in configs.values():
+    notes = []
+    for config in {(c.benchmark, c.protocol, c.split_seed): c for cell in cells for c in cell.configs}.values():
         if missing_packs([config], packs):
             continue
         benchmark, sets = get_benchmark(config.benchmark), load_embedding_sets(config, packs)
         for name, es in zip((benchmark.train, benchmark.unseen), sets):
-            if es.n != PAPER_PACKS[name].rows:
-                expected = f"{PAPER_PACKS[name].rows:,} were expected"
-                notes.append(f"{name} by {benchmark.encoder} has {es.n:,} labelled rows, {expected}")
-        if not config.protocol.startswith("released/"):
-            continue
+            if es.n != (rows := PAPER_PACKS[name].rows):
+                notes.append(f"{name} by {benchmark.encoder} has {es.n:,} labelled rows, {rows:,} were expected")
         name = config.protocol.removeprefix("released/")
-        counts = split_counts(build_split(config, *sets))
-        expected = published_split_counts(name, config.benchmark, config.split_seed)
-        if counts != expected:
-            ours, theirs = ("{:,}, {:,}, {:,}".format(*c) for c in (counts, expected))
-            run = f"{name}, {benchmark.stands_for}, split {config.split_seed}"
-            notes.append(f"{run}: fit rows, gallery rows and queries are {ours}; in the published run {theirs}")
+        if name == config.protocol:
+            continue
+        ours = split_counts(build_split(config, *sets))
+        theirs = published_split_counts(name, config.benchmark, config.split_seed)
+        if ours != theirs:
+            counts = f"fit rows, gallery rows and queries are {ours}; in the published run {theirs}"
+            notes.append(f"{name}, {benchmark.stands_for}, split {config.split_seed}: {counts}")
     return list(dict.fromkeys(notes))
 
 # %% ../../nbs/experiments/04_published.ipynb #run-cells
 def run_cells(cells, store, packs, *, workers=None, progress=True):
     "Run every PublishedCell whose packs are there; the number of runs that were made now."
     configs = dict.fromkeys(c for cell in cells if not missing_packs(cell.configs, packs) for c in cell.configs)
-    for config in {c.benchmark: c for c in configs}.values():
-        load_embedding_sets(config, packs)  # an unreadable pack is reported before anything runs
     made = run_grid(list(configs), store, packs, workers=workers, progress=progress)
     store.merge_parts()
     return made
@@ -301,42 +295,32 @@ def reproduced_value(cell, results, *, n_boot=1000):
     return dict(value=value, sd=sd, low=interval.low, high=interval.high, n=n, runs=len(run_ids))
 
 # %% ../../nbs/experiments/04_published.ipynb #named
-_HEADER = f"{'data set':11s} {'method':14s} {'metric':9s} {'published':>10s} {'ours':>11s} {'95 %':>12s} {'n':>6s}"
+def _metric_text(row):
+    "A printed quantity in at most nine characters."
+    if "rho" in row.metric or "zero" in row.metric:
+        return row.metric.replace("-gradient", "").replace(" (percent)", " %")
+    name = "LP" if "(printed)" in row.metric else row.metric.split()[0]
+    return f"{name}@{row.K}" + (f" p{row.nprobe}" if row.nprobe not in ("", "1", "exact") else "")
 
 
-def _row_labels(row):
-    "Dataset, method and metric of a line, in at most 11, 14 and 9 characters."
-    shares = {"rho (percent)": "rho %", "zero-gradient (percent)": "zero %", "rho": "rho"}
-    metric = shares.get(row.metric) or f"{'LP' if '(printed)' in row.metric else row.metric.split()[0]}@{row.K}"
-    if row.nprobe not in ("", "1", "exact"):
-        metric += f" p{row.nprobe}"
-    method = row.method.replace("LoRA+Triplet r", "LoRA+T. r")
-    if row.artefact == "tab:ega_backbones":
-        method += " " + row.backbone.split()[0].split("-")[0]
-    return row.dataset.replace("Oxford-IIIT ", "")[:11], method[:14], metric
-
-
-def _without_zero(x):
-    return "" if np.isnan(x) else re.sub(r"^(-?)0\.", r"\1.", f"{x:.3f}")
-
-
-def _cell_line(cell, ours, missing, notes):
-    "One line of the table, at most 79 characters; `missing` are numbers of packs, `notes` letters of reasons."
+def _table_row(cell, ours, missing, letters):
+    "A printed number and ours, or why there is none; `missing` are numbers of packs, `letters` those of reasons."
     row = cell.row
-    printed = row.value + (f"±{float(row.std):.3f}".replace("±0", "±") if row.std else "")
-    start = "{:11s} {:14s} {:9s} ".format(*_row_labels(row)) + f"{printed:>10s} "
+    line = {"data set": row.dataset, "method": row.method, "metric": _metric_text(row), "published": row.value}
+    line |= {"±": row.std, "ours": "", "± ": "", "95 %": "", "n": ""}
+    if row.artefact == "tab:ega_backbones":
+        line["method"] += f" {row.backbone.split()[0]}"
     if cell.not_run_reason:
-        return start + f"not run ({notes[cell.not_run_reason]})"
+        return line | {"ours": f"not run ({letters[cell.not_run_reason]})"}
     if ours is None:
-        return start + (f"needs pack {' '.join(map(str, missing))}" if missing else "to be run")
-    if np.isnan(ours["value"]):
-        return start + f"{'-':>11s}"  # a trial that ended before this epoch
+        return line | {"ours": f"needs pack {missing}" if missing else "to be run"}
     digits = max(len(row.value.partition(".")[2]) or 1, 0 if cell.column == "rho" else 3)
-    value = f"{ours['value']:.{digits}f}"
+    line["ours"] = f"{ours['value']:.{digits}f}"  # nan: a trial that ended before this epoch
     if ours["runs"] > 1 and not np.isnan(ours["sd"]):
-        value += f"±{_without_zero(ours['sd'])}"
-    interval = f"[{_without_zero(ours['low'])}, {_without_zero(ours['high'])}]" if ours["n"] else ""
-    return start + f"{value:>11s} {interval:>12s} {ours['n'] or '':>6}".rstrip()
+        line["± "] = f"{ours['sd']:.3f}"
+    if ours["n"]:
+        line |= {"95 %": f"[{ours['low']:.3f}, {ours['high']:.3f}]", "n": ours["n"]}
+    return line
 
 # %% ../../nbs/experiments/04_published.ipynb #title
 def _group_title(cell):
@@ -351,24 +335,18 @@ def _group_title(cell):
 
 
 def _common_settings(cells):
-    "Lines that state what the runs of some cells have in common."
+    "What the runs of some cells have in common; what is trained says it for the frozen embeddings."
     configs = [c for cell in cells for c in cell.configs]
-    if _is_minimum(cells[0].row) or not configs:
+    configs = [c for c in configs if c.train] or configs
+    if not configs:
         return []
-    config = next((c for c in configs if c.train), configs[0])
-    protocol = get_protocol(config.protocol)
-    facts = [protocol.index.index + (f" nlist {protocol.index.nlist}" if protocol.index.nlist else "")]
-    if protocol.leak:
-        facts.append("queries are also fitted on")
-    if config.train:
-        epochs = f"{config.train.epochs} epoch{'s' * (config.train.epochs > 1)}"
-        facts.append(f"{epochs}, batch {config.train.batch_size}")
-    facts.append("splits " + " ".join(dict.fromkeys(str(c.split_seed) for c in configs)))
-    facts.append("seeds " + " ".join(dict.fromkeys(str(c.seed) for c in configs)))
+    train, index = configs[0].train, get_protocol(configs[0].protocol).index
+    facts = [f"{index.index} nlist {index.nlist}" if index.nlist else index.index]
+    facts += [f"epochs {train.epochs}, batch {train.batch_size}"] if train else []
+    facts += [f"splits {listed(c.split_seed for c in configs)}", f"seeds {listed(c.seed for c in configs)}"]
     note = published_experiments()[cells[0].row.experiment].note
-    if note and config.protocol.startswith("released"):
-        facts.append(note)
-    return textwrap.wrap("; ".join(facts), 78, initial_indent="  ", subsequent_indent="  ")
+    facts += [note] if note and configs[0].protocol.startswith("released") else []
+    return [f"  {'; '.join(facts)}"]
 
 # %% ../../nbs/experiments/04_published.ipynb #pack-lines
 def _missing_pack_lines(cells, packs, custom_folder):  # (pack, encoder) -> its number, and list of lines
@@ -379,37 +357,31 @@ def _missing_pack_lines(cells, packs, custom_folder):  # (pack, encoder) -> its 
         if path_of_pack(pack, encoder, packs).is_file():
             continue
         command = embed_command(pack, encoder, packs if custom_folder else None)
-        if len(command) > 74:
-            command = command.replace(" --dataset", " \\\n         --dataset")
         n_cells = needed.count((pack, encoder))
         lines.append(f"[{number}] {pack} by {encoder}, {PAPER_PACKS[pack].rows:,} rows, for {n_cells} cells")
         lines.append(f"     {command}")
-        if PAPER_PACKS[pack].dataset == "imagenet":
-            lines.append("     (in place of ILSVRC2012: your folder that holds train/)")
     if lines:
         lines.insert(0, "Missing packs; with a network, one command makes each:")
     return numbers, lines
 
 # %% ../../nbs/experiments/04_published.ipynb #as-text
 def format_cells(cells, results, packs, custom_folder=False):
-    "Published numbers beside ours, what is missing and how to get it; lines of at most 80 columns."
+    "Published numbers beside ours, what is missing and how to get it."
     if not cells:
         return published_experiments()["E20"].not_run_reason
     pack_numbers, pack_lines = _missing_pack_lines(cells, packs, custom_folder)
     reasons = dict.fromkeys(cell.not_run_reason for cell in cells if cell.not_run_reason)
-    notes, lines = dict(zip(reasons, "abcdefgh")), []
+    letters, lines = dict(zip(reasons, "abcdefgh")), []
     for title in dict.fromkeys(map(_group_title, cells)):
-        group = [cell for cell in cells if _group_title(cell) == title]
-        lines += ["", *textwrap.wrap(title, 79), *_common_settings(group), _HEADER]
+        group, rows = [cell for cell in cells if _group_title(cell) == title], []
         for cell in group:
             ours = None if results is None else reproduced_value(cell, results)
-            missing = sorted(pack_numbers[pair] for pair in missing_packs(cell.configs, packs))
-            lines.append(_cell_line(cell, ours, missing, notes))
-    after = [f"({letter}) {reason}" for reason, letter in notes.items()]
-    after += [f"warning: {note}" for note in deviation_notes(cells, packs)]
-    for text in after:
-        lines += ["", *textwrap.wrap(text, 79, subsequent_indent="    ")]
-    return "\n".join([*lines[1:], *([""] if pack_lines else []), *pack_lines])
+            missing = listed(pack_numbers[pair] for pair in missing_packs(cell.configs, packs))
+            rows.append(_table_row(cell, ours, missing, letters))
+        lines += [title, *_common_settings(group), pd.DataFrame(rows).to_string(index=False), ""]
+    lines += [f"({letter}) {reason}" for reason, letter in letters.items()]
+    lines += [f"warning: {note}" for note in deviation_notes(cells, packs)]
+    return "\n".join([*lines, *pack_lines])
 
 # %% ../../nbs/experiments/04_published.ipynb #overview
 def format_overview(printed, protocol, packs, custom_folder=False):
@@ -417,11 +389,10 @@ def format_overview(printed, protocol, packs, custom_folder=False):
     tables = {artefact: build_cells(printed, artefact, protocol) for artefact in list_tables_and_figures(printed)}
     all_cells = [cell for cells in tables.values() for cell in cells]
     pack_numbers, pack_lines = _missing_pack_lines(all_cells, packs, custom_folder)
-    lines = [f"{'artefact':24s} {'cells':>5s} {'not run':>8s} {'runs':>5s}   packs missing"]
+    rows = []
     for artefact, cells in tables.items():
         configs = dict.fromkeys(c for cell in cells for c in cell.configs)
-        not_run = sum(not cell.configs for cell in cells)
-        missing = sorted(pack_numbers[pair] for pair in missing_packs(configs, packs))
-        missing_text = ", ".join(map(str, missing)) or "-"
-        lines.append(f"{artefact:24s} {len(cells):5d} {not_run:8d} {len(configs):5d}   {missing_text}")
-    return "\n".join([*lines, "", *pack_lines])
+        missing = listed(pack_numbers[pair] for pair in missing_packs(configs, packs))
+        counts = {"cells": len(cells), "not run": sum(not cell.configs for cell in cells), "runs": len(configs)}
+        rows.append({"artefact": artefact, **counts, "packs missing": missing or "-"})
+    return "\n".join([pd.DataFrame(rows).to_string(index=False), "", *pack_lines])

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 import time
 from collections import namedtuple
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class RunConfig:
     # "unseen", "in_distribution"; or a sweep: "index" (over index settings), "curve" (strength), "path" (epochs),
     # "tuning" (epochs and strength)
     task: str
-    benchmark: str  # key of BENCHMARKS or PAPER_BENCHMARKS
+    benchmark: str  # see `get_benchmark`
     method: str  # key of METHODS, perhaps with settings: "supcon tau=0.1"
     adapter: AdapterConfig
     loss: LossConfig | None  # None: nothing is trained
@@ -88,7 +87,7 @@ def _override_setting(config, setting):
 # %% ../../nbs/experiments/02_runs.ipynb #config-of
 def build_config(
     task,  # "unseen", "in_distribution", "index", "curve", "path" or "tuning"
-    benchmark,  # key of BENCHMARKS or PAPER_BENCHMARKS
+    benchmark,  # see `get_benchmark`
     method,  # key of METHODS, perhaps with settings: "supcon tau=0.1 lr=0.0003"
     *,
     hidden=2048,  # units of the hidden layer, where the adapter has one
@@ -129,22 +128,17 @@ _Run = namedtuple("_Run", "es unseen split protocol adapt history seconds", defa
 
 
 def _load_and_split(config, packs):
-    "Load the packs of a run and split their rows."
+    "Load the packs of a run, split their rows and, if it says so, subtract the mean of the fit rows."
     es, unseen = load_embedding_sets(config, packs)
     protocol = get_protocol(config.protocol)
     if not protocol.normalized:
         raise InputError(f"the protocol {config.protocol} needs rows of their original lengths, packs hold unit rows")
-    run = _Run(es, unseen, build_split(config, es, unseen), protocol)
-    return _subtract_mean(run) if config.center else run
-
-
-def _subtract_mean(run):
-    "The rows minus the mean of the fit rows, brought to norm 1 again."
-    mean = run.es.x[run.split.fit].mean(0)
-    es = replace(run.es, x=normalize(run.es.x - mean))
-    if run.unseen is run.es:
-        return run._replace(es=es, unseen=es)
-    return run._replace(es=es, unseen=replace(run.unseen, x=normalize(run.unseen.x - mean)))
+    split, is_one_set = build_split(config, es, unseen), unseen is es
+    if config.center:
+        mean = es.x[split.fit].mean(0)
+        es = replace(es, x=normalize(es.x - mean))
+        unseen = es if is_one_set else replace(unseen, x=normalize(unseen.x - mean))
+    return _Run(es, unseen, split, protocol)
 
 
 def _prepare(config, packs, checkpoint, device):
@@ -253,7 +247,7 @@ def _evaluate_queries(config, run, query_set, es, z, q, b):
     else:
         outcomes = evaluate_settings(z[q], z[b], y[q], y[b], protocol)
     return [
-        _row(config, index, run, query_set, len(b), es, z, q, o._replace(neighbour=b[o.neighbour]))
+        _row(config, index, run, query_set, es, z, q, b, o._replace(neighbour=b[o.neighbour]))
         for index, o in outcomes.items()
     ]
 
@@ -287,38 +281,28 @@ def list_searches(rows):  # list of (query set, kind of gallery, row numbers of 
     ]
 
 # %% ../../nbs/experiments/02_runs.ipynb #201ec6df
-@contextmanager
-def _snapshot_folder(checkpoint):
-    "A folder for the adapters of a training: beside its checkpoint, so that a killed run finds them, or temporary."
-    if checkpoint is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
-        return
-    folder = Path(checkpoint).with_suffix(".epochs")
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder
-    shutil.rmtree(folder)
-
-
 def _adapted_at_epochs(config, run, rows, epochs, checkpoint, device):
     "Train once; at the start and after each of the epochs yield its record (epoch, loss ...) and all rows, adapted."
     fit, start, nan = run.split.fit, time.monotonic(), float("nan")
-    with _snapshot_folder(checkpoint) as folder:
+    # beside the checkpoint, a killed run finds the adapters of its finished epochs
+    folder = Path(checkpoint).with_suffix(".epochs") if checkpoint else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
 
-        def save_snapshot(epoch, _, adapter):
-            if epoch in epochs:
-                save_adapter(adapter, folder / f"{epoch}.safetensors")
+    def save_snapshot(epoch, _, adapter):
+        if epoch in epochs:
+            save_adapter(adapter, folder / f"{epoch}.safetensors")
 
-        options = dict(checkpoint=checkpoint, device=device, on_epoch=save_snapshot)
-        fitted = fit_method(config, run.es.x[fit], run.es.y[fit], **options)
-        seconds = time.monotonic() - start
-        x = fitted.init_transform.transform(rows.x) if fitted.init_transform else rows.x
-        yield dict(epoch=0, active_ratio=nan, loss=nan, seconds=seconds), x
-        history = _epoch_history(config, fitted.history)
-        for epoch in (e for e in epochs if 0 < e <= len(history["loss"])):
-            z = transform(load_adapter(folder / f"{epoch}.safetensors"), x, device=device)
-            ratio, loss = float(history["rho"][epoch - 1]), float(history["loss"][epoch - 1])
-            yield dict(epoch=epoch, active_ratio=ratio, loss=loss, seconds=seconds), z
+    options = dict(checkpoint=checkpoint, device=device, on_epoch=save_snapshot)
+    fitted = fit_method(config, run.es.x[fit], run.es.y[fit], **options)
+    seconds = time.monotonic() - start
+    x = fitted.init_transform.transform(rows.x) if fitted.init_transform else rows.x
+    yield dict(epoch=0, active_ratio=nan, loss=nan, seconds=seconds), x
+    history = _epoch_history(config, fitted.history)
+    for epoch in (e for e in epochs if 0 < e <= len(history["loss"])):
+        z = transform(load_adapter(folder / f"{epoch}.safetensors"), x, device=device)
+        ratio, loss = float(history["rho"][epoch - 1]), float(history["loss"][epoch - 1])
+        yield dict(epoch=epoch, active_ratio=ratio, loss=loss, seconds=seconds), z
+    shutil.rmtree(folder)
 
 
 def _evaluate_path(config, packs, checkpoint, device, epochs):
@@ -334,27 +318,13 @@ def _evaluate_path(config, packs, checkpoint, device, epochs):
     return pd.DataFrame(tables)
 
 # %% ../../nbs/experiments/02_runs.ipynb #c44d8a6a
-_FROZEN_NEIGHBOURS = {}  # searches of frozen embeddings, which the runs of one process share
-
-
-def _exact_neighbours(z, rows, queries, gallery, key):
-    "The exact neighbours of some rows; frozen rows are searched once."
-    if z is rows.x and key in _FROZEN_NEIGHBOURS:
-        return _FROZEN_NEIGHBOURS[key]
-    found = knn_among_rows(z, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES)
-    if z is rows.x:
-        _FROZEN_NEIGHBOURS[key] = found
-    return found
-
-
 def _path_rows(config, run, rows, z, training, is_last, gallery_kinds=("own", "mixed")):
     "The stored rows of one epoch: one for each query set and gallery."
     none, origin, table = np.empty(0, np.float32), _run_columns(config, run), []
-    key = (origin["packs"], config.benchmark, config.protocol, config.split_seed, config.center)
     for query_set, gallery_kind, q, b in list_searches(rows):
         if gallery_kind not in gallery_kinds:
             continue
-        found = _exact_neighbours(z, rows, q, b, (*key, query_set, gallery_kind))
+        found = knn_among_rows(z, q, b, 1 + EXTRA_NEIGHBOURS_FOR_TIES)
         hit, neighbour = lp_at_k(found, rows.y[b], rows.y[q]), b[found.I[:, 0]]
         ivf_hit = ivf_ar = captured = none
         if is_last:
@@ -365,19 +335,11 @@ def _path_rows(config, run, rows, z, training, is_last, gallery_kinds=("own", "m
             ivf_hit, ivf_ar = _search_index(z, rows.y, q, b, found, run.protocol.index, folds)
         if (query_set, gallery_kind) == ("unseen", "mixed"):
             captured = np.float32(np.isin(neighbour, rows.fit))
-        row = dict(
-            query_set=query_set,
+        row = _query_columns(query_set, rows.x, rows.y, z, q, b, hit) | dict(
             gallery_kind=gallery_kind,
-            n=len(q),
-            gallery=len(b),
-            lp_at_1=float(hit.mean()),
             capture_rate=_mean_or_nan(captured),
             lp_at_1_ivf=_mean_or_nan(ivf_hit),
             ar_at_1=_mean_or_nan(ivf_ar),
-            displacement=_mean_displacement(z[q], rows.x[q]),
-            query=np.int32(q),
-            query_class=np.int32(rows.y[q]),
-            hit=np.float32(hit),
             captured=captured,
             neighbour=np.int32(neighbour) if is_last else np.empty(0, np.int32),
             ivf_hit=ivf_hit,
@@ -391,9 +353,19 @@ def _mean_or_nan(values):
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _mean_displacement(z, x):
-    "The mean displacement; nan where the adapter changes the dimension."
-    return float(displacement(z, x).mean()) if z.shape == x.shape else float("nan")
+def _query_columns(query_set, x, y, z, queries, gallery, hit):
+    "The columns of one query set in the rows of every task; the displacement is nan where the dimension changes."
+    moved = displacement(z[queries], x[queries]) if z.shape == x.shape else np.nan
+    return dict(
+        query_set=query_set,
+        n=len(queries),
+        gallery=len(gallery),
+        lp_at_1=float(hit.mean()),
+        displacement=float(np.mean(moved)),
+        query=np.int32(queries),
+        query_class=np.int32(y[queries]),
+        hit=np.float32(hit),
+    )
 
 
 def _rows_at_strength(config, run, rows, device):
@@ -494,37 +466,25 @@ def _sweep_strengths(config, packs, checkpoint, device):
         ("unseen", run.unseen, split.unseen_queries, split.unseen_gallery),
     )
     for query_set, es, q, b in query_sets:
-        used = np.union1d(q, b)
-        x, z = es.x[used], run.adapt(es.x[used])
-        at_q, at_b = np.searchsorted(used, q), np.searchsorted(used, b)
+        z = run.adapt(es.x)
         for strength in strengths:
-            row = _strength_row(config, run, es, _at_strength(x, z, strength), q, b, at_q, at_b)
-            rows.append(dict(query_set=query_set, strength=strength) | row)
+            row = _strength_row(config, run, query_set, es, _at_strength(es.x, z, strength), q, b)
+            rows.append(row | dict(strength=strength))
     k = run.protocol.index.k
     return pd.DataFrame(rows).assign(index="exact", k=k, nlist=0, nprobe=0, **_run_columns(config, run))
 
 
-def _strength_row(config, run, es, mixed, q, b, at_q, at_b):
-    "One result row: LP@1 and pair distances of the queries q; `at_q`, `at_b` are positions of q and b in `mixed`."
-    k, yq = run.protocol.index.k, es.y[q]
-    if np.array_equal(q, b):
-        found = loo_knn(mixed, k + EXTRA_NEIGHBOURS_FOR_TIES)
-    else:
-        found = knn(mixed[at_q], mixed[at_b], k + EXTRA_NEIGHBOURS_FOR_TIES)
-    hit = lp_at_k(found, es.y[b], yq, k)
-    same_class, other_class = pair_distances(mixed[at_q], yq, spawn_rngs(config.split_seed).eval)
+def _strength_row(config, run, query_set, es, mixed, q, b):
+    "One result row: LP@1 and pair distances of the queries q."
+    k = run.protocol.index.k
+    hit = lp_at_k(knn_among_rows(mixed, q, b, k + EXTRA_NEIGHBOURS_FOR_TIES), es.y[b], es.y[q], k)
+    same_class, other_class = pair_distances(mixed[q], es.y[q], spawn_rngs(config.split_seed).eval)
     return dict(
-        n=len(q),
-        gallery=len(b),
-        lp_at_1=float(hit.mean()),
+        **_query_columns(query_set, es.x, es.y, mixed, q, b, hit),
         **pair_separation(same_class, other_class)._asdict(),
         within=np.float32(np.histogram(same_class, DISTANCE_BINS)[0] / len(same_class)),
         between=np.float32(np.histogram(other_class, DISTANCE_BINS)[0] / len(other_class)),
         active_ratio_final=_final_active_ratio(config, run.history),
-        displacement=_mean_displacement(mixed[at_q], es.x[q]),
-        query=np.int32(q),
-        query_class=np.int32(yq),
-        hit=np.float32(hit),
     )
 
 
@@ -546,33 +506,26 @@ def platform_tag():
     return f"{platform.system()} {platform.machine()} {capability}, torch {torch_version}"
 
 
-def _row(config, index, run, query_set, gallery, es, z, queries, outcomes):
+def _row(config, index, run, query_set, es, z, queries, gallery, outcomes):
     "The stored row of one query set at one search setting."
     epochs = _epoch_history(config, run.history)
-    is_comparable = config.adapter.kind != "no_sphere"
-    row = dict(
-        query_set=query_set,
-        n=len(queries),
-        gallery=gallery,
+    row = _query_columns(query_set, es.x, es.y, z, queries, gallery, outcomes.hit) | dict(
         index=index.index,
         k=index.k,
         nlist=index.nlist or 0,  # exact search: 0
         nprobe=index.nprobe or 0,  # exact search: 0
-        lp_at_1=float(outcomes.hit.mean()),
         lp_at_1_ivf=float(outcomes.ivf_hit.mean()),
         ar_at_1=float(outcomes.ivf_ar.mean()),
-        displacement=_mean_displacement(z[queries], es.x[queries]) if is_comparable else float("nan"),
         active_ratio_final=_final_active_ratio(config, run.history),
         active_ratio_history=np.float32(epochs["rho"]),
         loss_history=np.float32(epochs["loss"]),
         seconds=run.seconds,
-        query=np.int32(queries),
-        query_class=np.int32(es.y[queries]),
         neighbour=np.int32(outcomes.neighbour),
-        hit=np.float32(outcomes.hit),
         ivf_hit=np.float32(outcomes.ivf_hit),
         ivf_ar=np.float32(outcomes.ivf_ar),
     )
+    if config.adapter.kind == "no_sphere":  # lengths cannot be compared
+        row["displacement"] = float("nan")
     return _run_columns(config, run) | row
 
 # %% ../../nbs/experiments/02_runs.ipynb #one-thread

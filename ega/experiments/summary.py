@@ -270,36 +270,28 @@ def listed(values):
     "Different values, sorted, as text with commas."
     return ", ".join(map(str, sorted(set(values))))
 
-# %% ../../nbs/experiments/05_summary.ipynb #speed-cost
-def _by_round(rows, column, per_unit=True):
-    "A row for each round and a column for each contender; divided by the units of work if `per_unit`."
-    cost = rows[column] / rows["work"] if per_unit else rows[column]
-    return rows.assign(cost=cost).pivot(index="repeat", columns="contender", values="cost")
-
-
-def _column(table, name):
-    "The column of a contender; nan where it was not measured."
-    return table[name] if name in table else pd.Series(float("nan"), index=table.index)
-
 # %% ../../nbs/experiments/05_summary.ipynb #speed-ratios
 def speed_ratios(frame, reference=None):
     "Ratios of times within each round (median, quartiles) and of the shortest, medians of what was measured."
-    rows, measured = [], ("wall_s", "cpu_s", "peak_rss_mb", "lp_at_1")
+    rows, measured = [], ["wall_s", "cpu_s", "peak_rss_mb", "lp_at_1"]
+    frame = frame.assign(wall=frame.wall_s / frame.work, cpu=frame.cpu_s / frame.work)  # of a unit of work
     for (group, size), part in frame.groupby(["group", "size"], sort=False):
         base, floor = reference or part.reference.iloc[0], part.floor.iloc[0]
-        ok = part[part.status == "ok"]
-        wall, cpu, memory = _by_round(ok, "wall_s"), _by_round(ok, "cpu_s"), _by_round(ok, "peak_rss_mb", False)
+        ok, names = part[part.status == "ok"], [*part.contender.unique(), base, floor]
+        wide = ok.pivot(index="repeat", columns="contender", values=["wall", "cpu", "peak_rss_mb"])
+        # a row for each round and a column for each contender; nan where it was not measured
+        wall, cpu, memory = (wide[c].reindex(columns=dict.fromkeys(names)) for c in ("wall", "cpu", "peak_rss_mb"))
         for name, status in part.drop_duplicates("contender")[["contender", "status"]].itertuples(index=False):
-            time, of_name = _column(wall, name), ok[ok.contender == name]
-            speed = 1 / (time / _column(wall, base))
+            time, of_name = wall[name], ok[ok.contender == name]
+            speed = 1 / (time / wall[base])
             row = {"group": group, "size": size, "contender": name, "reference": base, "rounds": len(wall)}
             row |= {"speed": speed.median(), "low": speed.quantile(0.25), "high": speed.quantile(0.75)}
-            row["best"] = 1 / (time.min() / _column(wall, base).min())
-            row["best_over_floor"] = time.min() / _column(wall, floor).min()
-            row["cpu"] = (_column(cpu, name) / _column(cpu, base)).median()
-            row["memory"] = (_column(memory, name) / _column(memory, base)).median()
-            row["over_floor"] = (time / _column(wall, floor)).median()
+            row["best"] = 1 / (time.min() / wall[base].min())
+            row["best_over_floor"] = time.min() / wall[floor].min()
+            row["cpu"] = (cpu[name] / cpu[base]).median()
+            row["memory"] = (memory[name] / memory[base]).median()
+            row["over_floor"] = (time / wall[floor]).median()
             row["rho"] = of_name.rho.mean() if "rho" in ok else float("nan")
-            row |= {column: of_name[column].median() if column in ok else float("nan") for column in measured}
+            row |= of_name.reindex(columns=measured).median().to_dict()
             rows.append(row | {"status": status})
     return pd.DataFrame(rows)

@@ -19,9 +19,7 @@ from ega.experiments.claims import (
     evaluate_claims,
     load_claims,
     mean_difference_at_equal_seen_gain,
-    read_tuned_outcomes,
 )
-from ega.experiments.grids import ResultStore
 from ega.experiments.protocols import MAIN_BENCHMARKS
 from ega.experiments.summary import add_mean_over_benchmarks
 from ega.measure.statistics import grouped_rank_correlation
@@ -142,47 +140,5 @@ def test_verdicts_follow_the_interval_of_the_replicates(outcomes):
     assert {ends: decide(by_id["mixed_gallery_is_harder"], *ends) for ends in verdicts} == verdicts
 
 
-TUNED = ("wccn", "lda", *TRAINED, "whitened_supcon")
-FOUR = ("cub100", "tiny200", "clinc150", "grocery")
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    "Made-up rows of the experiment equal_tuned, whose chosen settings differ between benchmarks and splits."
-    rng, rows = np.random.default_rng(1), []
-    for benchmark, split, query_set in product(FOUR, (42, 0), ("seen", "unseen")):
-        query = np.arange(40) + (100 if query_set == "unseen" else 0)
-        for place, (method, gallery) in enumerate(product(("frozen", *TUNED), ("own", "mixed"))):
-            name = method if method == "frozen" else f"{method} epoch={split % 7} strength=0.5"
-            hit = np.float32(rng.random(40) < 0.3 + 0.02 * place)
-            row = dict(
-                run_id=f"{benchmark} {split} {method}", benchmark=benchmark, method=name, split_seed=split, seed=0
-            )
-            row |= dict(query_set=query_set, gallery_kind=gallery, epoch=split % 7, strength=0.5, protocol="strict")
-            row |= dict(active_ratio=0.5, displacement=0.1, config="{}", query=query, query_class=query // 5, hit=hit)
-            captures = (query_set, gallery) == ("unseen", "mixed")
-            rows.append(row | dict(captured=1 - hit if captures else np.empty(0, np.float32)))
-    folder, frame = tmp_path_factory.mktemp("tuned"), pd.DataFrame(rows)
-    ResultStore(folder, "equal_tuned").write(frame)
-    return frame, read_tuned_outcomes(folder, n_boot=30)
-
-
-def test_tuned_effects_equal_a_loop_over_replicates(tuned):
-    _, made = tuned
-    claims = load_claims(CLAIMS.with_name("claims_tuning.toml"))
-    for row in (0, 7):
-        unseen, seen = ({m: made.change("mean", q, "mixed", m)[row] for m in TUNED} for q in ("unseen", "seen"))
-        gain = {m: (seen[m] + unseen[m]) / 2 for m in TUNED}
-        of_paper = [unseen[m] for m in PAPER_METHODS]
-        effects = {
-            "tuned_ega_protects": unseen["ega_released"] - unseen["supcon"],
-            "tuned_methods_are_alike": max(of_paper) - min(of_paper),
-            "tuned_methods_keep_unseen": min(of_paper),
-            "tuned_geometry_is_enough": unseen["wccn"] - max(of_paper),
-            "tuned_supcon_gains_more": gain["supcon"] - gain["ega_released"],
-            "tuned_whitening_gains_more": gain["whitened_supcon"] - max(gain[m] for m in PAPER_METHODS),
-        }
-        assert [c.id for c in claims] == list(effects) == list(TUNED_EFFECTS)
-        for claim, value in effects.items():
-            assert np.isclose(TUNED_EFFECTS[claim][""](made, "mixed")[row], value), claim
-    assert set(evaluate_claims(claims, made).gallery) == {"mixed"}
+def test_every_claim_about_tuned_methods_has_an_effect():
+    assert [claim.id for claim in load_claims(CLAIMS.with_name("claims_tuning.toml"))] == list(TUNED_EFFECTS)

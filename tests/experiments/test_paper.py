@@ -4,10 +4,7 @@ import functools
 import json
 import re
 import shutil
-import subprocess
 import sys
-from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -18,8 +15,7 @@ import pandas as pd
 import pytest
 
 from ega.data.arrays import InputError
-from ega.experiments import claims, grids, protocols, runs, tables
-from ega.method import config as method_config
+from ega.experiments import claims, grids, protocols, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "nbs/paper"
@@ -29,64 +25,7 @@ import build as paper
 sys.path.pop(0)
 
 PUBLISHED = pd.read_csv(ROOT / "data/published.csv", dtype=str, keep_default_na=False)
-SIZE, CLASSES = 80, 8
-METHODS = grids.GRIDS["full"]["main"].methods
 MAIN_FIGURES = ("overview", "benchmarks", "galleries", "paths", "mechanism", "falling", "pareto")
-
-
-def outcomes(config, query_set, *more):
-    "Made-up outcomes and a number of the method; methods differ by a shift that every benchmark shares."
-    number = list(method_config.METHODS).index(config.method.split()[0])
-    benchmark = list(protocols.BENCHMARKS).index(config.benchmark)
-    rng = np.random.default_rng([benchmark, config.split_seed, query_set == "seen", *more])
-    shift = 0 if number == 0 else 0.02 * number if query_set == "seen" else 0.04 * (number - 8)
-    return np.float32(rng.random(SIZE) < 0.5 + shift), number
-
-
-def described(config):
-    "The columns that say what a stored run is."
-    names = ("run_id", "task", "protocol", "benchmark", "method", "split_seed", "seed")
-    row = {name: getattr(config, name) for name in names}
-    row |= dict(seconds=1.0, version="0.0", machine="none", config=json.dumps(asdict(config), sort_keys=True))
-    row |= dict(n=SIZE, gallery=SIZE, query=np.arange(SIZE), query_class=np.arange(SIZE) % CLASSES)
-    return row
-
-
-def made_up_row(config, query_set):
-    "A stored row of a short task."
-    hit, number = outcomes(config, query_set)
-    epochs = config.train.epochs if config.train else 0
-    rho = np.float32(0.3 / (1 + np.arange(epochs))) + np.float32(0.01 * number)
-    row = dict(query_set=query_set, index="ivf", k=1, nlist=10, nprobe=1, displacement=0.1 * number)
-    row |= dict(lp_at_1=hit.mean(), lp_at_1_ivf=hit.mean(), ar_at_1=0.9, active_ratio_history=rho, loss_history=rho)
-    row |= dict(active_ratio_final=rho[-1] if epochs else np.nan, hit=hit, ivf_hit=hit)
-    return described(config) | row | dict(ivf_ar=np.full(SIZE, 0.9, np.float32))
-
-
-def made_up_path(config):
-    "The stored rows of a run that is evaluated along its training."
-    epochs = [0, *(e for e in runs.PATH_EPOCHS if config.train and e <= config.train.epochs)]
-    for epoch, query_set, gallery in product(epochs, ("seen", "unseen"), ("own", "mixed")):
-        hit, number = outcomes(config, query_set, gallery == "own", epoch)
-        captures = (query_set, gallery) == ("unseen", "mixed")
-        captured = np.float32(np.arange(SIZE if captures else 0) % 10 < number // 2)
-        row = dict(query_set=query_set, gallery_kind=gallery, epoch=epoch, loss=1.0)
-        row |= dict(active_ratio=0.9 / (1 + epoch + number) if config.train else np.nan)
-        row |= dict(displacement=0.1 * number + 0.01 * epoch, lp_at_1=hit.mean(), lp_at_1_ivf=0.5, hit=hit)
-        row |= dict(capture_rate=captured.mean() if captures else np.nan, captured=captured)
-        has_index = epoch == epochs[-1] and gallery == "own"
-        yield described(config) | row | dict(ar_at_1=0.9 if has_index else np.nan, neighbour=np.empty(0, np.int32))
-
-
-def store(folder, experiment, configs, change=lambda f: f):
-    "Write made-up rows of an experiment; their table."
-    sets = ("seen",) if experiment == "in_distribution" else ("seen", "unseen")
-    rows = []
-    for config in configs:
-        rows += made_up_path(config) if config.task == "path" else [made_up_row(config, q) for q in sets]
-    frame = change(pd.DataFrame(rows))
-    grids.ResultStore(folder, experiment).write(frame)
-    return frame
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,9 +38,19 @@ def few_replicates():
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    quick = grids.GRIDS["quick"]
-    return folder, {e: store(folder, e, quick[e].configs()) for e in ("main", "controls", "in_distribution")}
+    "The runs of the quick profile, taken from the committed results."
+    folder, stored = tmp_path_factory.mktemp("results"), {}
+    for name, sources in {
+        "main": ("main", "short"),
+        "controls": ("controls",),
+        "in_distribution": ("in_distribution",),
+    }.items():
+        run_ids = {config.run_id for config in grids.GRIDS["quick"][name].configs()}
+        rows = pd.concat([grids.read_results(ROOT / "data/results", source) for source in sources])
+        rows = rows[rows.run_id.isin(run_ids)].drop(columns="experiment")
+        stored[name] = rows.drop_duplicates([key for key in grids.ROW_KEYS if key in rows])
+        grids.ResultStore(folder, name).write(stored[name])
+    return folder, stored
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +110,9 @@ def test_our_numbers_equal_stored_outcomes(built, stored):
         mean = sum(w * values[b] for b, w in weights.items()) / sum(weights.values())
         assert np.allclose(values["mean"], mean, atol=1e-3)
     captured = t[(t.metric == "capture_rate") & (t.benchmark == "cub100")].set_index("method").value
-    assert captured["lda"] == pytest.approx(100 * last.query("method == 'lda'").capture_rate.max())
+    assert captured["lda"] == pytest.approx(
+        100 * last.query("method == 'lda' and benchmark == 'cub100'").capture_rate.max(), abs=1e-3
+    )
 
 
 def test_an_unfinished_grid_makes_no_table_and_no_figure(stored, tmp_path):
@@ -207,24 +158,6 @@ def test_build_is_reproducible_and_deletes_stale_output(stored, built, tmp_path)
     assert set(pd.read_csv(again / "tables/claims.csv")["verdict"]) == {"not tested"}
     absent = [json.loads(left[f"tables/{name}.json"])["absent"] for name in ("sources", "numbers")]
     assert [set(names) for names in absent] == [{"main", "controls", "in_distribution"}, {"speed"}]
-
-
-def test_command_does_not_change_notebooks_or_report_source(tmp_path):
-    sources = [*PAGES.glob("*.ipynb"), ROOT / "paper/report.typ"]
-    before = [p.read_bytes() for p in sources]
-    command = [sys.executable, ROOT / "paper/build.py", "--results", tmp_path / "none", "--out", tmp_path / "out"]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    assert (tmp_path / "out/report.pdf").exists() and [p.read_bytes() for p in sources] == before
-
-
-def test_runs_with_different_indexes_raise(tmp_path):
-    def other_index(f):
-        f.loc[f["method"] == "ega_released", "nlist"] = 50
-        return f
-
-    store(tmp_path / "r", "in_distribution", grids.GRIDS["quick"]["in_distribution"].configs(), other_index)
-    with pytest.raises(InputError, match="nlist"):
-        paper.build(tmp_path / "r", tmp_path / "out")
 
 
 def test_tables_of_other_results_raise(stored, built, tmp_path):

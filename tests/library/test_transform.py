@@ -14,15 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_runs import make_packs
 
 from ega.data.arrays import InputError, check_X, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
 from ega.data.vectors import read_matrix
 from ega.deploy import transform as transform_module
 from ega.deploy.transform import transform_file, transform_ray
-from ega.experiments.grids import ResultStore, run_grid_ray
-from ega.experiments.runs import build_config, run_experiment
 from ega.method.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 
 D = 16
@@ -483,18 +480,3 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     for source, target in (("x", "z"), ("x/0.parquet", "0.parquet")):
         with pytest.raises(InputError):
             transform_ray(f, tmp_path / source, tmp_path / target, device="cpu")
-
-
-@needs_ray
-def test_run_grid_ray_equals_one_process(cluster, tmp_path):
-    make_packs(tmp_path / "packs")
-    configs = [build_config("unseen", "cub100", m, hidden=16, epochs=2) for m in ("frozen", "wccn", "supcon")]
-    store = ResultStore(tmp_path, "unseen")
-    store.add(run_experiment(configs[0], tmp_path / "packs", device="cpu"))
-    assert [run_grid_ray(configs, store, tmp_path / "packs") for _ in range(2)] == [2, 0]
-    rows = store.read().set_index(["run_id", "query_set"])
-    assert len(rows) == 6
-    for config in configs:
-        for r in run_experiment(config, tmp_path / "packs", device="cpu").itertuples():
-            stored = rows.loc[(config.run_id, r.query_set)]
-            assert stored.lp_at_1 == r.lp_at_1 and np.array_equal(stored.hit, r.hit)
