@@ -664,7 +664,7 @@ UpdateEstimate = namedtuple("UpdateEstimate", "n_queries n_classes present updat
 
 
 def estimate_update(
-    estimator: EmbeddingAdapter, X: Any, y: Any, *, unlabelled: Sequence | None = None, random_state: int = 0
+    estimator: Any, X: Any, y: Any, *, unlabelled: Sequence | None = None, random_state: int = 0
 ) -> UpdateEstimate:
     """Estimate what `partial_fit(X, y)` changes for rows like the new ones.
 

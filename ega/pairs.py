@@ -302,7 +302,8 @@ def fit_pair_path(
     on_epoch: Callable[..., None] | None = None,  # called with the finished epochs, all epochs and the adapter
 ) -> PairPath:
     "Fit a configuration on pairs and return the adapters of both sides at all strengths."
-    whitening, adapter = None, None
+    whitening: Any = None
+    adapter: Any = None
     if config.shrinkage is not None:
         whitening = whiten_pairs(queries, documents, pairs, shrinkage=config.shrinkage)
     if config.train is not None:
