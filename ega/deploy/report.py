@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['EffectiveRankStats', 'effective_rank_stats', 'collapse_warning', 'Comparison', 'compare_spaces', 'write_comparison',
-           'write_report', 'PairComparison', 'describe_pair_examples', 'write_pair_report']
+           'write_report', 'describe_pair_examples', 'write_pair_report']
 
 # %% ../../nbs/deploy/09_report.ipynb #823b6449
 import base64
 import io
 import re
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,49 +42,49 @@ def _query_outcomes(x, z, y, is_seen, searches, frozen, adapted):
     "One row for each query of the headline gallery: its hit, neighbour and capture in both spaces, its displacement."
     parts = []
     for search, before, after in zip(searches, frozen, adapted):
-        if search.gallery_name != searches[0].gallery_name:
-            continue
-        part = {"row": search.queries, "label": y[search.queries], "group": search.group}
-        for space, hits in (("frozen", before), ("adapted", after)):
-            captured = (search.group == "unseen") & is_seen[hits.neighbour]
-            part |= {space: hits.hit, f"{space}_neighbour": hits.neighbour, f"captured_{space}": captured}
-        parts.append(pd.DataFrame(part))
+        if search.gallery_name == searches[0].gallery_name:
+            part = {"row": search.queries, "label": y[search.queries], "group": search.group}
+            for space, hits in (("frozen", before), ("adapted", after)):
+                captured = (search.group == "unseen") & is_seen[hits.neighbour]
+                part |= {space: hits.hit, f"{space}_neighbour": hits.neighbour, f"captured_{space}": captured}
+            parts.append(pd.DataFrame(part))
     queries = pd.concat(parts, ignore_index=True)
     rows = queries.row.to_numpy()
-    return queries.assign(displacement=displacement(z[rows], x[rows]) if x.shape == z.shape else np.nan)
+    return queries.assign(
+        change=queries.adapted - queries.frozen,  # fractions where neighbours tie
+        displacement=displacement(z[rows], x[rows]) if x.shape == z.shape else np.nan,
+    )
 
 
 def _count_outcomes(queries):
     "Number of gained, lost and unchanged queries of each group, and their mean displacement."
-    difference = queries.adapted - queries.frozen  # fractions where neighbours tie
-    is_gained, is_lost = difference > 0.5, difference < -0.5
-    outcomes = queries.assign(gained=is_gained, lost=is_lost, unchanged=~(is_gained | is_lost))
+    gained, lost = queries.change > 0.5, queries.change < -0.5
+    outcomes = queries.assign(gained=gained, lost=lost, unchanged=~(gained | lost))
     groups = outcomes.groupby("group", sort=False)
     return groups[["gained", "lost", "unchanged"]].sum().join(groups.displacement.agg(pd.Series.mean)).reset_index()
 
 # %% ../../nbs/deploy/09_report.ipynb #by-kind
 def _summarize_classes(queries, y):
     "LP@1 of each class, and the class that its lost queries find most often (-1: none); the largest loss first."
-    out = []
-    for label, q in queries.groupby("label"):
-        labels_found = y[q.adapted_neighbour[q.adapted < q.frozen]]
-        found_instead = int(np.bincount(labels_found).argmax()) if len(labels_found) else -1
-        line = {"label": label, "group": q.group.mode()[0], "n": len(q)}
-        line |= {"frozen": 100 * q.frozen.mean(), "adapted": 100 * q.adapted.mean()}
-        out.append(line | {"change": line["adapted"] - line["frozen"], "found_instead": found_instead})
-    return pd.DataFrame(out).sort_values(["change", "label"], ignore_index=True)
+    groups = queries.groupby("label")
+    classes = groups.agg(group=("group", lambda group: group.mode()[0]), n=("row", "size"))
+    for space in ("frozen", "adapted"):
+        classes[space] = 100 * groups[space].agg(pd.Series.mean)
+    classes["change"] = classes.adapted - classes.frozen
+    found = queries.assign(found=y[queries.adapted_neighbour])[queries.change < 0].groupby("label").found
+    classes["found_instead"] = found.agg(lambda labels: labels.mode()[0]).reindex(classes.index, fill_value=-1)
+    return classes.reset_index().sort_values(["change", "label"], ignore_index=True)
 
 
 def _find_examples(x, z, queries, gallery, count, device):
     "At most `count` captured, lost and gained queries with the rows of their three nearest neighbours in both spaces."
-    difference = queries.adapted - queries.frozen
     is_captured = queries.captured_adapted & ~queries.captured_frozen
-    queries = queries.assign(order=queries.group.map(list(OWN_GALLERY).index))
+    is_lost, is_gained = (queries.change < -0.5) & ~is_captured, queries.change > 0.5
     parts = []
-    outcomes = {"captured": is_captured, "lost": (difference < -0.5) & ~is_captured, "gained": difference > 0.5}
-    for outcome, is_outcome in outcomes.items():
-        q = queries[is_outcome]
-        q = q.assign(outcome=outcome, number_in_class=q.groupby("label").cumcount())
+    for outcome, is_outcome in {"captured": is_captured, "lost": is_lost, "gained": is_gained}.items():
+        q = queries[is_outcome].assign(outcome=outcome)
+        order, number_in_class = q.group.map(list(OWN_GALLERY).index), q.groupby("label").cumcount()
+        q = q.assign(order=order, number_in_class=number_in_class)
         parts.append(q.sort_values(["order", "number_in_class", "label"]).head(count))
     examples = pd.concat(parts, ignore_index=True).drop(columns=["order", "number_in_class"])
     rows = examples.row.to_numpy()
@@ -99,10 +98,10 @@ def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_
     "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z; None where d' is not d."
     if x.shape != z.shape:
         return None
-    groups = {search.group for search in searches}
-    shown = groups - {"trained on"} or groups
-    is_shown = [s.group in shown and s.gallery_name in ("unseen", searches[0].gallery_name) for s in searches]
-    searches, frozen, adapted = (list(compress(values, is_shown)) for values in (searches, frozen, adapted))
+    groups = {search.group for search in searches} - {"trained on"} or {"trained on"}
+    galleries = ("unseen", searches[0].gallery_name)
+    shown = [i for i, s in enumerate(searches) if s.group in groups and s.gallery_name in galleries]
+    searches, frozen, adapted = ([values[i] for i in shown] for values in (searches, frozen, adapted))
     tables = []
     for strength in (0.0, 0.25, 0.5, 0.75, 1.0):
         if strength in (0, 1):
@@ -123,9 +122,9 @@ class EffectiveRankStats(NamedTuple):
     effective_rank: float  # of the centred rows, 1 to d; 0 if all rows are equal
 
 
-def effective_rank_stats(x: np.ndarray, sample: int = 4000, seed: int = 0) -> EffectiveRankStats:
-    "Mean cosine and effective rank of at most `sample` unit rows (n, d), drawn at random."
-    x = x[np.sort(spawn_rngs(seed).eval.permutation(len(x))[:sample])].astype(np.float64)
+def effective_rank_stats(x: np.ndarray) -> EffectiveRankStats:
+    "Mean cosine and effective rank of at most 4000 unit rows (n, d), drawn at random."
+    x = x[np.sort(spawn_rngs(0).eval.permutation(len(x))[:4000])].astype(np.float64)
     mean = x.mean(0)
     cosine = (len(x) * (mean @ mean) - 1) / (len(x) - 1)
     variance = np.linalg.svd(x - mean, compute_uv=False) ** 2
@@ -136,9 +135,9 @@ def collapse_warning(frozen: EffectiveRankStats, adapted: EffectiveRankStats) ->
     "A warning if the adapted embeddings have less than a fifth of the frozen effective rank, else an empty text."
     if adapted.effective_rank >= 0.2 * frozen.effective_rank:
         return ""
-    share = 100 * adapted.effective_rank / frozen.effective_rank
+    share = adapted.effective_rank / frozen.effective_rank
     return (
-        f"The adapted embeddings use {adapted.effective_rank:.0f} effective directions, {share:.0f} % of the "
+        f"The adapted embeddings use {adapted.effective_rank:.0f} effective directions, {100 * share:.0f} % of the "
         f"{frozen.effective_rank:.0f} of the frozen ones: the space has collapsed, and classes the adapter was not "
         "trained on will be confused."
     )
@@ -172,7 +171,6 @@ class Comparison(NamedTuple):
     adapted_rank: EffectiveRankStats
     recall_curve: pd.DataFrame  # AR@10 by nprobe
     labels: np.ndarray  # (n,) int labels of all rows; -1 unlabelled
-    is_training_known: bool  # whether it is known which rows the adapter was trained on
     unlabelled_displacement: float  # mean over the unlabelled rows; nan without any
 
 
@@ -181,7 +179,7 @@ def compare_spaces(
     z: np.ndarray,  # (n, d') adapted unit embeddings of the same rows
     y: np.ndarray,  # (n,) int labels; -1 unlabelled
     seen: np.ndarray,  # (n,) bool: whether the adapter was trained on the class of the row
-    trained_on: np.ndarray | None = None,  # (n,) bool: whether it was trained on the row itself; None: not known
+    trained_on: np.ndarray,  # (n,) bool: whether it was trained on the row itself
     *,
     max_queries: int = MAX_QUERIES,  # of each group, drawn at random
     device: str | None = None,
@@ -190,10 +188,9 @@ def compare_spaces(
     "Compare frozen and adapted embeddings of the same rows."
     if (n_labelled := int((y >= 0).sum())) < 14:
         raise InputError(f"a report needs at least 14 labelled rows, got {n_labelled}; label more")
-    is_fitted = np.zeros(len(x), bool) if trained_on is None else trained_on
-    searches = plan_searches(y, seen, is_fitted, max_queries=max_queries, random_state=random_state)
+    searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
-    is_seen = seen | is_fitted
+    is_seen = seen | trained_on
     queries = _query_outcomes(x, z, y, is_seen, searches, frozen, adapted)
     unlabelled = np.flatnonzero((y < 0) & (x.shape == z.shape))
     return Comparison(
@@ -207,7 +204,6 @@ def compare_spaces(
         adapted_rank=effective_rank_stats(z),
         recall_curve=_ivf_recall_curve(x, z, random_state),
         labels=y,
-        is_training_known=trained_on is not None,
         unlabelled_displacement=float(displacement(z[unlabelled], x[unlabelled]).mean()) if len(unlabelled) else np.nan,
     )
 
@@ -219,13 +215,11 @@ def _change_table(c, is_headline):
     return table.drop(columns="gallery").rename(columns=names | {"change [95 %]": "change"})
 
 
-def _headline_table(c):
-    "Texts of the table of the headline gallery, with the outcomes of the queries."
-    counts = c.outcome_counts.rename(columns={"group": "queries"})
-    for name in ("gained", "lost", "unchanged"):
-        counts[name] = counts[name].map("{:,}".format)
-    counts["displacement"] = ["–" if np.isnan(value) else f"{value:.2f}" for value in counts.displacement]
-    return _change_table(c, True).merge(counts, on="queries")
+def _outcome_table(counts):
+    "Texts of the outcomes of the queries of the headline gallery."
+    texts = counts[["gained", "lost", "unchanged"]].map("{:,}".format)
+    texts["displacement"] = ["–" if np.isnan(value) else f"{value:.2f}" for value in counts.displacement]
+    return texts.assign(queries=counts.group)
 
 
 def _class_table(classes, names):
@@ -236,36 +230,12 @@ def _class_table(classes, names):
     return pd.DataFrame(columns | {"lost queries find": [names[label] for label in classes.found_instead]})
 
 
-def _curve_table(c):
+def _curve_table(curve):
     "LP@1 by the share of the adapter that is applied, as texts: a column for each group and gallery."
-    if c.strength_curve is None:
-        return pd.DataFrame()
-    columns = {"share": [f"{share:g}" for share in c.strength_curve.strength.unique()]}
-    for (group, gallery), line in c.strength_curve.groupby(["group", "gallery"], sort=False):
+    columns = {"share": [f"{share:g}" for share in curve.strength.unique()]}
+    for (group, gallery), line in curve.groupby(["group", "gallery"], sort=False):
         columns[f"{group}, {gallery} gallery"] = [f"{value:.1f}" for value in line.adapted]
     return pd.DataFrame(columns)
-
-# %% ../../nbs/deploy/09_report.ipynb #page-content
-def _page_content(c, title, decision, names):
-    "What both forms of the page show: sentences, and tables of texts with their titles."
-    gallery, n_labelled = c.evaluation.gallery[0], f"{(c.labels >= 0).sum():,}"
-    own_title = "Own gallery: unseen queries are searched among unseen classes, all others among seen classes"
-    all_title = f"{gallery.capitalize()} gallery: each query is searched among all {n_labelled} labelled rows"
-    return {
-        "c": c,
-        "title": title,
-        "summary": summary_sentence(c.evaluation),
-        "is_mixed": gallery == "mixed",
-        "n_labelled": n_labelled,
-        "decision": decision,
-        "warning": collapse_warning(c.frozen_rank, c.adapted_rank),
-        "headline": (all_title, _headline_table(c)),
-        "own": (own_title, _change_table(c, False)),
-        "caveats": caveats(c.evaluation),
-        "curve": _curve_table(c),
-        "losses": _class_table(c.classes[c.classes.change < 0].head(8), names),
-        "gains": _class_table(c.classes[c.classes.change > 0].iloc[::-1].head(8), names),
-    }
 
 # %% ../../nbs/deploy/09_report.ipynb #examples
 def _shorten(text):
@@ -371,7 +341,7 @@ def _unbroken(text):
     return re.sub(r" (?=%)|(?<=,) (?=[+-]\d)", "\u00a0", text)
 
 
-def _write_page(path, template, content):
+def _write_page(path, template, **content):
     "Fill the template of the name and of the ending of a path, and write the page atomically."
     jinja2 = import_optional("jinja2", "report")
     options = dict(autoescape=path.suffix == ".html", trim_blocks=True, lstrip_blocks=True)
@@ -384,7 +354,7 @@ def _write_page(path, template, content):
     return path
 
 
-def _check_path(path) -> Path:
+def _page_path(path) -> Path:
     "The path of a page, if it can be written and the packages for it are installed."
     path = check_output(path, endings=(".html", ".md"), overwrite=True)
     if path.suffix == ".html":
@@ -392,6 +362,18 @@ def _check_path(path) -> Path:
     return path
 
 # %% ../../nbs/deploy/09_report.ipynb #write-report
+def _html_content(c, names, ids, source):
+    "What only the HTML page shows: examples and charts."
+    content = {o: _show_examples(c, o, names, ids, source) for o in ("captured", "lost", "gained")}
+    if c.evaluation.capture_rate_frozen.isna().all():  # there is no gallery of seen and unseen classes
+        content["captured"] = None
+    plots = [_plot_displacement, _plot_recall] if c.queries.displacement.notna().all() else [_plot_recall]
+    content["charts"] = [_svg(plot, c) for plot in plots]
+    if c.strength_curve is not None:
+        content["strength_chart"] = _svg(_plot_strength, c, height=4.4)
+    return content
+
+
 def write_comparison(
     c: Comparison,
     path: Path | str,  # .html or .md
@@ -403,25 +385,31 @@ def write_comparison(
     decision: str = "",  # a sentence on the method and strength that were chosen
 ) -> Path:
     "Write a comparison as one file, atomically."
-    path, n = _check_path(path), len(c.labels)
+    path, n, gallery = _page_path(path), len(c.labels), c.evaluation.gallery[0]
     if source is not None and len(source) != n:
         raise InputError(f"source must have the {n} rows that were compared, got {len(source)}; give what was embedded")
     names = [str(name) for name in (range(c.labels.max() + 1) if class_names is None else class_names)]
     names.append("–")  # of label -1
-    content = _page_content(c, title, decision, names)
-    if path.suffix == ".md":
-        header = ["lists probed", "gallery scanned, %", "AR@10 frozen, %", "AR@10 adapted, %"]
-        recall = c.recall_curve.round(1).astype(str).set_axis(header, axis=1)
-        return _write_page(path, "classes", content | {"recall": recall})
-    ids = range(n) if ids is None else ids
-    content |= {o: _show_examples(c, o, names, ids, source) for o in ("captured", "lost", "gained")}
-    if c.evaluation.capture_rate_frozen.isna().all():  # there is no gallery of seen and unseen classes
-        content["captured"] = None
-    plots = [_plot_displacement, _plot_recall] if c.queries.displacement.notna().all() else [_plot_recall]
-    content["charts"] = [_svg(plot, c) for plot in plots]
-    if c.strength_curve is not None:
-        content["strength_chart"] = _svg(_plot_strength, c, height=4.4)
-    return _write_page(path, "classes", content)
+    n_labelled, recall = f"{(c.labels >= 0).sum():,}", c.recall_curve.round(1).astype(str)
+    all_rows = f"all {n_labelled} labelled rows"
+    content: dict[str, Any] = {
+        "summary": summary_sentence(c.evaluation),
+        "is_mixed": gallery == "mixed",
+        "warning": collapse_warning(c.frozen_rank, c.adapted_rank),
+        "headline": _change_table(c, True).merge(_outcome_table(c.outcome_counts), on="queries"),
+        "headline_title": f"{gallery.capitalize()} gallery: each query is searched among {all_rows}",
+        "own": _change_table(c, False),
+        "caveats": caveats(c.evaluation),
+        "curve": pd.DataFrame() if c.strength_curve is None else _curve_table(c.strength_curve),
+        "losses": _class_table(c.classes[c.classes.change < 0].head(8), names),
+        "gains": _class_table(c.classes[c.classes.change > 0].iloc[::-1].head(8), names),
+        "recall": recall.set_axis(
+            ["lists probed", "gallery scanned, %", "AR@10 frozen, %", "AR@10 adapted, %"], axis=1
+        ),
+    }
+    if path.suffix == ".html":
+        content |= _html_content(c, names, range(n) if ids is None else ids, source)
+    return _write_page(path, "classes", c=c, title=title, decision=decision, n_labelled=n_labelled, **content)
 
 # %% ../../nbs/deploy/09_report.ipynb #report-2
 def _describe_selection(s):
@@ -442,24 +430,16 @@ def write_report(
     random_state: int = 0,  # seed of the bootstrap and of all draws
 ) -> Comparison:  # the tables of the page; `evaluation` is that of `ega.evaluate` with the same arguments
     "Compare embeddings before and after a fitted estimator and write the page."
-    _check_path(path)
+    _page_path(path)
     x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
     c = compare_spaces(x, z, labels, seen, trained_on, **options)
-    decision = _describe_selection(estimator.selection_)
-    ids = None if source is None else source.ids
+    ids, decision = None if source is None else source.ids, _describe_selection(estimator.selection_)
     write_comparison(c, path, class_names=classes, ids=ids, source=source, decision=decision)
     return c
 
 # %% ../../nbs/deploy/09_report.ipynb #215ac7e5
-class PairComparison(NamedTuple):
-    "The tables of a report of an adapter of pairs."
-
-    evaluation: pd.DataFrame  # from evaluate_pairs
-    examples: pd.DataFrame  # from find_pair_examples
-
-
 def describe_pair_examples(
     examples: pd.DataFrame,  # from find_pair_examples
     query_names: Any,  # text or id of each query
@@ -468,15 +448,19 @@ def describe_pair_examples(
     "The examples as texts, by group and outcome."
     sections = []
     for group in examples.group.unique():
-        for outcome in ("lost", "won"):
-            found = []
-            for e in examples[(examples.group == group) & (examples.outcome == outcome)].itertuples():
-                example: dict[str, Any] = {"change": f"{e.change:+.1f}", "ranks": (e.frozen_rank, e.adapted_rank)}
-                example |= {"query": _shorten(query_names[e.query]), "document": _shorten(document_names[e.document])}
-                example |= {"role": "Overtaken by" if outcome == "lost" else "It overtook"}
-                example |= {"other": _shorten(document_names[e.other]) if e.other >= 0 else ""}
-                found.append(example)
-            name = group if group == "fitted queries" else f"queries for {group}"
+        name = group if group == "fitted queries" else f"queries for {group}"
+        for outcome, role in (("lost", "Overtaken by"), ("won", "It overtook")):
+            found = [
+                {
+                    "change": f"{e.change:+.1f}",
+                    "ranks": (e.frozen_rank, e.adapted_rank),
+                    "query": _shorten(query_names[e.query]),
+                    "document": _shorten(document_names[e.document]),
+                    "role": role,
+                    "other": _shorten(document_names[e.other]) if e.other >= 0 else "",
+                }
+                for e in examples[(examples.group == group) & (examples.outcome == outcome)].itertuples()
+            ]
             sections.append((f"{outcome.capitalize()} {name}", found))
     return sections
 
@@ -501,21 +485,23 @@ def write_pair_report(
     document_names: Any = None,  # text or id of each document; None: row numbers
     n_examples: int = 10,  # lost and won queries of each group, of each at most
     random_state: int = 0,  # seed of the bootstrap
-) -> PairComparison:
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # from `evaluate_pairs` and `find_pair_examples`
     "Write the page of an adapter of pairs: the table of `evaluate_pairs`, and the queries that lose and gain most."
-    path, names = _check_path(path), []
+    path, names = _page_path(path), []
     for name, x, given in (("query", queries, query_names), ("document", documents, document_names)):
         names.append([f"row {row}" for row in range(len(x))] if given is None else given)
         if len(names[-1]) != len(x):
             raise InputError(f"{name}_names must hold one text for each of {len(x)} rows, got {len(given)}")
     table = evaluate_pairs(estimator, queries, documents, pairs, random_state=random_state)
     examples = find_pair_examples(estimator, queries, documents, pairs, n_examples=n_examples)
-    content = {
-        "title": "Adapter report: queries and documents",
-        "summary": pairs_summary(table),
-        "decision": _describe_selection(estimator.selection_),
-        "headline": (f"Each query is searched among all {len(documents):,} documents", _pair_table(table)),
-        "sections": describe_pair_examples(examples, *names),
-    }
-    _write_page(path, "pairs", content)
-    return PairComparison(table, examples)
+    _write_page(
+        path,
+        "pairs",
+        title="Adapter report: queries and documents",
+        summary=pairs_summary(table),
+        decision=_describe_selection(estimator.selection_),
+        headline=_pair_table(table),
+        headline_title=f"Each query is searched among all {len(documents):,} documents",
+        sections=describe_pair_examples(examples, *names),
+    )
+    return table, examples

@@ -293,8 +293,8 @@ def interrupted(tmp_path, small_blocks, monkeypatch):
 
     original = transform_module._write_progress
 
-    def write_progress(path, provenance, rows):
-        original(path, provenance, rows)
+    def write_progress(target, provenance, rows):
+        original(target, provenance, rows)
         if rows >= 400:
             raise Stop
 
