@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,15 +138,12 @@ class AdaptedIndex:
             raise InputError(f"expected embeddings adapted by {expected}, got {found}; pass the raw ones, or migrate")
         return check_X(x, name, dim=side.output_dim)
 
-    def add(
-        self,
-        x: Any,  # (n, d) raw embeddings in an array, memory map, DataFrame or tensor; adapted ones with `adapted_by`
-        ids: Any = None,  # (n,) distinct new integers or texts; None: integers that continue those of the index
-        *,
-        adapted_by: str | None = None,  # fingerprint of the adapter that has already adapted `x`
-        batch_size: int = 8192,  # embeddings adapted at once
-    ) -> "AdaptedIndex":
-        "Adapt embeddings and add them, after a check of all rows; the first call trains an index that needs training."
+    def add(self, x: Any, ids: Any = None, *, adapted_by: str | None = None, batch_size: int = 8192) -> "AdaptedIndex":
+        """Adapt embeddings (n, d) and add them under new ids, after a check of all rows; trains where it is needed.
+
+        Ids are n distinct integers or texts; None: integers that continue those of the index. With `adapted_by`, the
+        fingerprint of the adapter that has adapted `x` already, `x` is added as it is.
+        """
         x = x if hasattr(x, "shape") else np.asarray(x)
         adapt, starts = partial(self._adapt, self.adapter.documents, adapted_by), range(0, len(x), batch_size)
         with _ADD_LOCK:
@@ -156,14 +153,11 @@ class AdaptedIndex:
             self.add_batches(lambda: (x[i : i + batch_size] for i in starts), new, adapt)
         return self
 
-    def add_batches(
-        self,
-        batches: Callable[[], Iterable],  # -> batches of rows, the same in each call
-        ids: np.ndarray,  # (n,) ids of all rows, from `assign_ids`
-        adapt: Callable | None = None,  # of a batch; None: that of unit rows
-        advance: Callable[[int], Any] = int,  # called with the number of rows of each batch that was added
-    ) -> None:
-        "Adapt and add batches of rows that were checked, after training on evenly spaced ones where it is needed."
+    def add_batches(self, batches: Callable, ids: np.ndarray, adapt: Any = None, advance: Callable = int) -> None:
+        """Adapt and add the batches that `batches()` yields in each call, after training on evenly spaced rows.
+
+        Ids are those of `assign_ids`; `adapt` None: of unit rows; `advance` is called with the rows of each batch.
+        """
         adapt = adapt or self.adapter.documents.apply
         if not self.index.is_trained:
             step, first, sample = math.ceil(len(ids) / MAX_TRAIN_ROWS), 0, []
@@ -180,14 +174,11 @@ class AdaptedIndex:
         finally:
             self.ids = self.ids[: len(self)]  # an interrupted call has added its first batches
 
-    def search(
-        self,
-        xq: Any,  # (nq, d) raw queries of any norm but 0, or adapted ones if `adapted_by` is given
-        k: int = 10,
-        *,
-        adapted_by: str | None = None,  # fingerprint of the adapter that has already adapted `xq`
-    ) -> Neighbours:  # squared L2 distances D and ids I, (nq, k); inf and -1 or "" where fewer are found
-        "Adapt queries and search them."
+    def search(self, xq: Any, k: int = 10, *, adapted_by: str | None = None) -> Neighbours:
+        """Adapt queries (nq, d) and search them; `adapted_by` as in `add`.
+
+        Squared L2 distances D and ids I have shape (nq, k); inf and -1 or "" stand where fewer are found.
+        """
         z = self._adapt(self.adapter.queries, adapted_by, xq)
         missing = "" if self.ids.dtype.kind == "U" else -1
         if not len(self):  # FAISS 1.8 returns uninitialised distances from an empty index
@@ -242,7 +233,7 @@ def _affine_adapter(adapter):
     "The `Adapter` of a linear or affine adapter; `InputError` for another one."
     a = as_adapter(adapter).one_side
     if a.matrix is None:
-        raise InputError("expected a linear or affine adapter, which has a matrix; this one has none")
+        raise InputError("expected a linear or affine adapter, which has a matrix")
     return a
 
 

@@ -133,15 +133,13 @@ class Store:
         return np.flatnonzero(~present), np.concatenate(updated)
 
     def migrate(
-        self,
-        adapter: Any,  # what `ega.method.interface.as_adapter` accepts; what is stored is adapted as documents
-        vectors: Any = None,  # an EmbeddingSet or a pack that is added first
-        *,
-        batch_size: int = 2048,  # embeddings read and written at once
-        max_rows: int | None = None,  # embeddings to adapt in this call; None: all that have no adapted one
-        progress: bool = False,  # show a bar
-    ) -> str:  # name of the version for `activate`; `frozen` where the adapter changes queries alone
-        "Write the version of an adapter beside the active one; the same call resumes after a kill."
+        self, adapter: Any, vectors: Any = None, *, batch_size: int = 2048, max_rows: int | None = None, progress=False
+    ) -> str:
+        """Write the version of an adapter beside the active one; the same call resumes after a kill.
+
+        An embedding set or a pack in `vectors` is added first. At most `max_rows` are adapted; None: all that have no
+        vector yet. Returns the name for `activate`: `frozen` where the adapter changes queries alone.
+        """
         documents = as_adapter(adapter).documents
         if vectors is not None:
             es = vectors if isinstance(vectors, EmbeddingSet) else read_pack(vectors)
@@ -520,16 +518,16 @@ class IndexStore(Store):
 
     def migrate(  # type: ignore[override]
         self,
-        adapter: Any,  # what `ega.method.interface.as_adapter` accepts
+        adapter: Any,
         vectors: Any = None,  # file of the frozen embeddings; a finished version needs none
         *,
         index_factory: str = "Flat",  # FAISS factory string of the new index
         ids: Any = None,  # (n,) integers or texts; None: those of a pack, or row numbers
         column: str | None = None,  # of the embeddings in a Parquet file
-        batch_size: int = 8192,  # embeddings adapted at once
-        progress: bool = False,  # show a bar
-    ) -> str:  # name of the version for `activate`: the first 16 digits of the fingerprint of the adapter
-        "Build the version of an adapter beside the active one, or find it finished."
+        batch_size: int = 8192,
+        progress: bool = False,
+    ) -> str:
+        "Build the version of an adapter beside the active one, or find it finished; returns its name for `activate`."
         a = as_adapter(adapter)
         folder = self.folder / a.fingerprint[:16]
         if vectors is None:
@@ -558,12 +556,11 @@ class IndexStore(Store):
         return self.open(adapter=adapter).search(xq, k, **options)
 
 # %% ../../nbs/deploy/03_stores.ipynb #open-store
-def open_store(
-    path: Path | str,  # FOLDER/NAME.lance, a folder of FAISS indexes or, with `collection`, of Qdrant
-    *,
-    collection: str | None = None,  # of Qdrant; for a server make a `QdrantStore` of its client
-) -> Any:  # LanceStore, QdrantStore or IndexStore; close it after use, or open it in a `with` block
-    "Open a store, whose kind follows from the path; a new one is made when something is written."
+def open_store(path: Path | str, *, collection: str | None = None) -> Any:
+    """Open a `LanceStore` NAME.lance, a `QdrantStore` if a collection is named, else an `IndexStore`.
+
+    Close it after use, or open it in a `with` block. A new one is made when something is written.
+    """
     path = Path(path)
     if collection is not None:
         return QdrantStore(path, collection)

@@ -331,7 +331,7 @@ def _prepare(adapter, source, target, options):
     inner, outer = target.resolve(), source.resolve()
     is_apart = inner != outer and inner not in outer.parents and outer not in inner.parents
     if not is_apart or one_file and source.suffix != target.suffix:
-        raise InputError(f"{target}: expected a target outside of the source and of the same kind; choose another")
+        raise InputError(f"{target}: expected a target outside of {source.name} and of the same kind; choose another")
     module = copy.deepcopy(as_module(adapter)).to(pick_device(options.device)).eval()
     shards = [read_matrix(f, module.d, options.column if one_file or f.suffix == ".parquet" else None) for f in files]
     for shard in shards:
