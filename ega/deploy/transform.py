@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -382,7 +381,7 @@ def transform_file(
 
 # %% ../../nbs/deploy/01_transform.ipynb #cluster
 @contextmanager
-def ray_cluster(address: str | None) -> Iterator[ModuleType]:
+def ray_cluster(address: str | None) -> Iterator[Any]:
     "Connect to a Ray cluster; None: the one that is connected, or a local one for this block. Gives the module `ray`."
     ray = import_optional("ray", "ray")
     connect = not ray.is_initialized()
