@@ -53,7 +53,7 @@ from ega.data.files import (
 )
 from .data.packs import row_split
 from .data.runtime import limit_threads, spawn_rngs
-from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_rows, label_hits
+from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
 from .method.config import MethodConfig, config_to_dict, parse_config
@@ -86,13 +86,13 @@ class UnitRows:
         return ((first, self._a[first : first + size]) for first in range(0, len(self), size))
 
     def hashes(self, labels: np.ndarray) -> "tuple[str, np.ndarray]":
-        "SHA-256 of all rows and labels, as `hash_arrays` gives it, and `hash_rows` of the labelled rows, ascending."
+        "SHA-256 of all rows and labels, as of `hash_arrays`, and the ascending hashes of the labelled rows."
         digest, hashes = hashlib.sha256(f"{np.dtype(np.float32).str}{self.shape}".encode()), []
         for first, x in self.blocks():
             digest.update(x.data)
             known = labels[first : first + len(x)] >= 0
             if known.any():
-                hashes.append(hash_rows(x[known]))
+                hashes.append(hash_unit_rows(x[known]))
         digest.update(f"{labels.dtype.str}{labels.shape}".encode())
         digest.update(labels.data)
         ascending = np.sort(np.concatenate(hashes))  # np.unique takes many times as long
@@ -161,8 +161,10 @@ def _candidate_from_json(value):
     return value if isinstance(value, str) else (value[0], parse_config(MethodConfig, value[1]))
 
 # %% ../nbs/adapt/02_estimator.ipynb #files-of
-_ENDINGS = (".safetensors", ".queries.safetensors", ".documents.safetensors")
-_ENDINGS += (".fit_rows.npy", ".fit_documents.npy", ".statistics.npz")
+_ENDINGS = (
+    *(".safetensors", ".queries.safetensors", ".documents.safetensors"),
+    *(".fit_rows.npy", ".fit_documents.npy", ".statistics.npz"),
+)
 _READERS = {".safetensors": load_adapter, ".npy": lambda path: np.array(open_npy(path)), ".npz": ClassStatistics.load}
 
 
@@ -320,7 +322,7 @@ class _BaseAdapter(BaseEstimator):
             raise InputError(
                 f"{description}: cannot be read ({problem}); copy it again, or fit and save again"
             ) from error
-        vars(estimator).update(fitted, cv_results_=selection.cv_results, frozen_=selection.frozen)
+        estimator.__dict__.update(fitted, cv_results_=selection.cv_results, frozen_=selection.frozen)
         for ending, attribute in cls._files.items():
             file, value = description.with_suffix(ending), None  # description
             if ending in hashes or ending != ".statistics.npz":
@@ -338,9 +340,10 @@ class _BaseAdapter(BaseEstimator):
         `token` and `commit_message`, are passed on.
         """
         check_is_fitted(self)
-        estimator, hub = self, import_optional("huggingface_hub", "hub")
+        estimator: Any = self
+        hub: Any = import_optional("huggingface_hub", "hub")
 
-        class HubModel(hub.ModelHubMixin, library_name="ega", tags=["embeddings", "adapter"]):
+        class HubModel(hub.ModelHubMixin, library_name="ega", tags=["embeddings", "adapter"]):  # type: ignore[call-arg]
             def _save_pretrained(self, save_directory):
                 estimator.save(save_directory)
 
@@ -408,21 +411,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     classes_ : ndarray of shape (n_classes,)
         The classes that were fitted on, in ascending order.
     n_features_in_, feature_names_in_
-        Number of columns seen in `fit`, and their names, if X was a DataFrame with names that are texts.
+        Number of columns seen in `fit`, and their names in a DataFrame, if they are texts.
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`, `partial_fit` and `forget`.
     fit_row_hashes_ : ndarray of uint64
-        `ega.measure.evaluation.hash_rows` of the labelled rows fitted on, ascending, without repeats, by which
-        `ega.evaluate` and the report recognise these rows.
-    statistics_ : ega.method.closed_form.ClassStatistics or None
-        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None for a method that
-        is not fitted from them, and after loading an estimator that was saved without them.
-
-    See Also
-    --------
-    ega.evaluate : LP@1 before and after, on seen and unseen classes.
-    ega.PairAdapter : The same for queries and documents.
-    ega.AdaptedIndex : A search index behind an adapter.
+        Hashes of the labelled rows fitted on, by which `ega.evaluate` and the report recognise these rows.
+    statistics_ : ClassStatistics or None
+        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None without these.
 
     Notes
     -----
@@ -519,8 +514,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             selection = self._select(rows, numbers, len(classes), progress)
             adapter, statistics = self._fit_selected(selection, rows, numbers, progress)
             progress.finish()
-        vars(self).pop("feature_names_in_", None)
-        vars(self).update(vars(names))
+        self.__dict__.pop("feature_names_in_", None)
+        self.__dict__.update(vars(names))
         self.selection_ = selection
         self.cv_results_ = selection.cv_results
         self.frozen_ = selection.frozen
@@ -623,15 +618,11 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         "The class statistics; InputError where there are none, so that rows can be neither added nor removed."
         selection = self.selection_
         if not can_update(selection.config, selection.strength):
-            raise InputError(
-                f"{selection.method} at strength {selection.strength:g} has no class statistics, so it cannot be "
-                "updated: fit it again on all rows, or fit affine_nca, discriminant_whitening, or wccn at strength 1"
-            )
+            name = f"{selection.method} at strength {selection.strength:g}"
+            raise InputError(f"{name} has no class statistics, so it cannot be updated; fit it again on all rows")
         if self.statistics_ is None:
-            raise InputError(
-                "this adapter was saved without its class statistics, which partial_fit and forget need; fit it again "
-                "and save it with statistics=True (`ega fit --keep-statistics`)"
-            )
+            advice = "fit it again and save it with statistics=True (`ega fit --keep-statistics`)"
+            raise InputError(f"this adapter was saved without its class statistics, which updates need; {advice}")
         return self.statistics_
 
     def _check_changed_rows(self, X, y, unlabelled):
@@ -687,7 +678,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
                 return self.adapter(l2_normalize(x))
 
         axes = {"x": {0: "n"}, "z": {0: "n"}}
-        options = dict(input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17, dynamo=False)
+        options: dict[str, Any] = dict(
+            input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17, dynamo=False
+        )
         with warnings.catch_warnings(), atomic_write(path) as temporary:
             warnings.simplefilter("ignore")  # the tracer warns of the check of the width, which is constant
             torch.onnx.export(NormalizedAdapter().eval(), (torch.ones(2, adapter.d),), str(temporary), **options)

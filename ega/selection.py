@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .data.arrays import InputError
 from .data.packs import row_split
 from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
-from .measure.evaluation import hash_rows, rows_with_classmate
+from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.config import MethodConfig, build_method_config
 from .method.methods import check_loss, fit_path
@@ -210,7 +210,7 @@ def compare_on_fold(
     label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:
     "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength."
-    has_copies = len(np.unique(hash_rows(x))) < len(x)
+    has_copies = len(np.unique(hash_unit_rows(x))) < len(x)
     search_path = partial(_search_path, y=y, fold=fold, has_copies=has_copies)
 
     def frozen():
@@ -294,7 +294,7 @@ def score_candidates(
     gain_draws = (1 - unseen_share) * draws[0] + unseen_share * draws[1]
     table.insert(0, "gain", (1 - unseen_share) * table.seen + unseen_share * table.unseen)
     table.insert(1, "gain_bound", np.quantile(gain_draws, 1 - confidence, axis=0))
-    frozen = dict.fromkeys(table.columns, 0.0)
+    frozen: dict[str, Any] = dict.fromkeys(table.columns, 0.0)
     checks = [_safety_check(row, max_unseen_loss, confidence, names) for row in table.itertuples()]
     table.insert(0, "method", [name for name, _ in changes])
     table.insert(1, "strength", [float(strength) for _, strength in changes])
@@ -376,7 +376,7 @@ def compared_rows(y: np.ndarray, *, random_state: int = 0) -> np.ndarray:  # asc
 MIN_CLASSES = 10  # with fewer, a bootstrap over classes estimates nothing
 
 
-def frozen_selection(reason: str, limits: "dict[str, float]", n_classes: int) -> Selection:
+def frozen_selection(reason: str, limits: "dict[str, Any]", n_classes: int) -> Selection:
     "The Selection where nothing can be compared; `limits` as of `select`."
     empty = pd.DataFrame(columns=["method", "strength", "safety_check", "reason"])
     return Selection("frozen", 0.0, reason, empty, limits["max_unseen_loss"], limits["confidence"], n_classes)
@@ -387,7 +387,7 @@ def select(
     folds: list,
     compare: Callable[..., FoldComparison],  # function of (fold, progress=, label=)
     clusters: "tuple[np.ndarray, np.ndarray]",  # of the seen and of the unseen queries of all folds
-    limits: "dict[str, float]",  # max_unseen_loss, unseen_share and confidence, as of score_candidates
+    limits: "dict[str, Any]",  # max_unseen_loss, unseen_share and confidence, as of score_candidates
     *,
     n_classes: int,  # classes, or groups of documents, that were compared
     rng: np.random.Generator,  # of the bootstrap over clusters
@@ -472,5 +472,5 @@ def select_adapter(
     compare = partial(compare_on_fold, x, y, candidates=resolved, strengths=strengths, device=device)
     queries = zip(*((fold.seen_queries, fold.unseen_queries) for fold in folds))
     clusters = tuple(y[np.concatenate(rows)] for rows in queries)
-    options = dict(n_classes=n_classes, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
+    options: dict[str, Any] = dict(n_classes=n_classes, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
     return select(configs, folds, compare, clusters, limits, **options)

@@ -6,11 +6,12 @@
 __all__ = ['AdaptedEmbeddings', 'AdaptedEmbedding', 'AdaptedEmbeddingFunction', 'open_collection']
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab04
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..data.arrays import InputError, check_installed, import_optional, optional_class
+from ..data.arrays import InputError, import_optional, optional_class
 from ..method.interface import as_adapter
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab07
@@ -27,14 +28,13 @@ class _Sides:
         return self.adapter.queries.transform([vector])[0].tolist()
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #67f12b6f
-_Embeddings: Any = optional_class("langchain_core.embeddings", "Embeddings")
+_Embeddings: Any = optional_class("langchain_core.embeddings", "Embeddings", "langchain")
 
 
 class AdaptedEmbeddings(_Embeddings):
     "LangChain embeddings, made by the encoder that an adapter was fitted on, behind the adapter."
 
     def __init__(self, embeddings: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
-        check_installed("langchain_core", extra="langchain")
         self.embeddings, self._sides = embeddings, _Sides(adapter)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -54,7 +54,7 @@ class AdaptedEmbeddings(_Embeddings):
         return self._sides.query(await self.embeddings.aembed_query(text))
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #74f5412b
-_BaseEmbedding: Any = optional_class("llama_index.core.base.embeddings.base", "BaseEmbedding")
+_BaseEmbedding: Any = optional_class("llama_index.core.base.embeddings.base", "BaseEmbedding", "llamaindex")
 
 
 class AdaptedEmbedding(_BaseEmbedding):
@@ -64,7 +64,6 @@ class AdaptedEmbedding(_BaseEmbedding):
     _sides: Any
 
     def __init__(self, embedding: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
-        check_installed("llama_index", extra="llamaindex")
         sides = _Sides(adapter)
         name = f"{embedding.model_name}, adapted by {sides.adapter.fingerprint[:16]}"
         super().__init__(model_name=name, embed_batch_size=embedding.embed_batch_size)
@@ -94,7 +93,7 @@ class AdaptedEmbedding(_BaseEmbedding):
         return self._sides.documents(await self._embedding.aget_text_embedding_batch(texts))
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #1faa1c82
-_EmbeddingFunction: Any = optional_class("chromadb", "EmbeddingFunction")
+_EmbeddingFunction: Any = optional_class("chromadb", "EmbeddingFunction", "chroma")
 
 
 class AdaptedEmbeddingFunction(_EmbeddingFunction):
@@ -107,7 +106,6 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         *,
         fingerprint: str | None = None,  # that it must have; it is read when the first text is embedded
     ):
-        check_installed("chromadb", extra="chroma")
         self.function, self.adapter = function, str(Path(adapter).resolve())
         self.fingerprint = fingerprint or as_adapter(self.adapter).fingerprint
 
@@ -156,10 +154,9 @@ def _check_same_adapter(filled_with, fingerprint):
         raise InputError(f"{expected}; use the former adapter, or fill a new collection")
 
 
-if _EmbeddingFunction is not object:
-    import_optional("chromadb.utils.embedding_functions", "chroma").register_embedding_function(
-        AdaptedEmbeddingFunction
-    )
+with suppress(ImportError):
+    functions = import_optional("chromadb.utils.embedding_functions", "chroma")
+    functions.register_embedding_function(AdaptedEmbeddingFunction)
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #open-collection
 def open_collection(client: Any, name: str, function: AdaptedEmbeddingFunction) -> Any:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
-           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_rows', 'QuerySearch',
-           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words', 'summary_sentence', 'caveats',
-           'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows', 'evaluate']
+           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_unit_rows', 'hash_rows',
+           'QuerySearch', 'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words',
+           'summary_sentence', 'caveats', 'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows',
+           'evaluate']
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -104,11 +105,16 @@ def change_against_frozen(
     return LabelPrecisionChange(len(before), n_classes, float(before.mean()), float(after.mean()), *interval)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-hash-rows
-def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
-    "Hash of 64 bits of each row, brought to norm 1 as `EmbeddingAdapter.fit` does and rounded to three decimals."
-    rounded = np.rint(1000 * check_X(x)).astype("<i2")
+def hash_unit_rows(x: np.ndarray) -> np.ndarray:  # (n, d) -> (n,) uint64
+    "Hash of 64 bits of each unit row, rounded to three decimals."
+    rounded = np.rint(1000 * x).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
+
+
+def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
+    "`hash_unit_rows` of rows that are brought to norm 1 as `EmbeddingAdapter.fit` does."
+    return hash_unit_rows(check_X(x))
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-galleries-code
 OWN_GALLERY = {"unseen": "unseen", "seen": "seen", "trained on": "seen"}  # of each group of queries

@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, KFold
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -39,7 +38,6 @@ from ega.method.adapters import (
     LoRAAdapter,
     ReleasedEGA,
     adapter_fingerprint,
-    load_adapter,
     save_adapter,
     scale_residual,
     transform,
@@ -134,15 +132,6 @@ def test_names_and_numbers_of_classes_change_nothing(seed):
         assert e.fingerprint_ == first.fingerprint_ and e.classes_.tolist() == sorted(set(labels))
 
 
-def test_one_bar_ends_with_the_fit_on_all_rows(capfd):
-    x, y = world(0)
-    e = EmbeddingAdapter(candidates=("wccn",), verbose=True).fit(x, y)
-    drawn = capfd.readouterr().err.strip().split("\r")
-    assert not e.frozen_ and "100%" in drawn[-1] and drawn[-1].endswith("wccn on all 168 labelled rows")
-    EmbeddingAdapter(candidates=("wccn",)).fit(x, y)
-    assert capfd.readouterr().err == ""
-
-
 def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     "Estimator, evaluation, file and index; unit rows of float32 keep their bits."
     from ega.deploy.index import AdaptedIndex
@@ -168,15 +157,6 @@ def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     pytest.importorskip("faiss")
     found, expected = (AdaptedIndex(e).add(rows).search(rows, 5).I for rows in (long, x))
     assert np.array_equal(found[:, 0], expected[:, 0])
-
-
-def test_set_output_makes_a_dataframe(fitted):
-    _, x, y = fitted
-    frame = named(x).set_index(np.arange(len(x)) + 100)
-    e = EmbeddingAdapter("wccn", max_unseen_loss=None).set_output(transform="pandas")
-    z = e.fit_transform(frame, y)
-    assert z.index.equals(frame.index) and z.columns.tolist() == e.get_feature_names_out().tolist()
-    assert z.columns[0] == "embeddingadapter0" and np.array_equal(z, e.set_output(transform="default").transform(frame))
 
 
 def test_parameters_survive_a_clone_and_a_pipeline(fitted):
@@ -228,16 +208,6 @@ def test_own_candidate_survives_save_load_and_a_second_fit(own, tmp_path):
         twin.fit(x, y)
         assert twin.fingerprint_ == e.fingerprint_
         assert twin.selection_.table.drop(columns="seconds").equals(e.selection_.table.drop(columns="seconds"))
-
-
-@pytest.mark.parametrize("settings", [{"max_unseen_loss": None}, {"max_unseen_loss": 100.0, "strengths": (1.0,)}])
-def test_own_method_survives_save_load_and_a_second_fit(own, tmp_path, settings):
-    x, y = world(0)
-    e = EmbeddingAdapter(own, **settings).fit(x, y)
-    assert e.selection_.method == "mine" and e.selection_.config == own[1]
-    e.save(tmp_path / "a")
-    again = EmbeddingAdapter.load(tmp_path / "a")
-    assert again.get_params() == e.get_params() and clone(again).fit(x, y).fingerprint_ == e.fingerprint_
 
 
 def test_weights_changed_after_fit_are_not_saved(fitted, tmp_path):
@@ -296,12 +266,6 @@ def test_transform_returns_the_container_it_was_given(fitted, tmp_path):
         assert isinstance(t, torch.Tensor) and t.dtype == dtype
         assert np.allclose(t.float().numpy(), z, atol=tolerance)
     assert np.allclose(e.transform(7 * x), z, atol=1e-6)
-
-
-def test_frozen_returns_the_embeddings():
-    x, y = world(0, classes=4)
-    e = EmbeddingAdapter().fit(x, y)
-    assert e.frozen_ and "too few" in e.selection_.reason and np.allclose(e.transform(x), x, atol=1e-6)
 
 
 def test_fitted_adapter_has_the_selected_strength(fitted):
@@ -565,18 +529,6 @@ def test_missing_extra_is_named(fitted, tmp_path, monkeypatch):
         assert f"\n{extra} = [" in (root / "pyproject.toml").read_text()
 
 
-def test_methods_of_an_unfitted_estimator_raise_notfittederror(fitted):
-    _, x, _ = fitted
-    for call in (
-        lambda: EmbeddingAdapter().transform(x),
-        lambda: EmbeddingAdapter().save("none"),
-        lambda: EmbeddingAdapter().to_onnx("none"),
-        lambda: EmbeddingAdapter().push_to_hub("me/none"),
-    ):
-        with pytest.raises(NotFittedError):
-            call()
-
-
 @pytest.fixture
 def sigint():
     "The SIGINT handler of Python, also where the tests were started in the background, which ignores the signal."
@@ -645,21 +597,6 @@ def test_saving_never_replaces_a_file_that_save_did_not_write(fitted, tmp_path):
     ega.Monitor.fit(np.random.default_rng(0).normal(size=x.shape), e).save(tmp_path / "m")
     with pytest.raises(InputError):
         e.save(tmp_path / "m")
-
-
-def test_files_of_another_kind_are_refused(fitted, tmp_path):
-    e, *_ = fitted
-    e.save(tmp_path / "a")
-    plain = save_adapter(e.adapter_, tmp_path / "plain.safetensors")
-    pickled = tmp_path / "e.joblib"
-    pickled.write_bytes(pickle.dumps(e))
-    for path in (plain, pickled, tmp_path / "a/adapter.json", tmp_path / "none"):
-        with pytest.raises(InputError, match="EmbeddingAdapter.save"):
-            EmbeddingAdapter.load(path)
-    with pytest.raises(InputError):
-        load_adapter(tmp_path / "a/adapter.json")
-    with pytest.raises(InputError, match="EmbeddingAdapter"):
-        save_adapter(e, tmp_path / "b.safetensors")
 
 
 def test_a_fit_that_fails_leaves_the_earlier_one(fitted):

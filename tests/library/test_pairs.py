@@ -182,11 +182,6 @@ def test_folds_hold_out_documents(group_size):
     assert len(asked) == len(set(asked)) > 60
 
 
-def test_documents_of_one_query_give_no_fold_for_known_documents():
-    _, _, pairs = planted(queries_each=1)
-    assert len(pair_folds(pairs, np.arange(60), np.random.default_rng(0))) == 4
-
-
 # Selection
 
 
@@ -215,10 +210,6 @@ def test_one_query_a_document_is_measured_on_new_documents_alone():
 def test_few_queries_keep_the_frozen_embeddings():
     selection = select_pair_adapter(QUERIES, DOCUMENTS, PAIRS[:10])
     assert selection.frozen and "too few queries" in selection.reason
-
-
-def test_with_one_pair_the_frozen_embeddings_are_selected():
-    assert PairAdapter().fit(QUERIES, DOCUMENTS, PAIRS[:1]).frozen_
 
 
 # The estimator

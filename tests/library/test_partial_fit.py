@@ -59,18 +59,6 @@ def test_closed_form_of_a_selected_strength_equals_a_fit_on_all_rows(rows, stren
     assert np.allclose(changed.transform(x), whole.transform(x), rtol=0, atol=ROUNDING)
 
 
-def test_the_order_of_updates_changes_only_rounding(rows):
-    x, y, first = rows
-    parts = np.array_split(np.flatnonzero(~first), 3)
-    made = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        adapter = fit(x[first], y[first])
-        for part in order:
-            adapter.partial_fit(x[parts[part]], y[parts[part]])
-        made.append(adapter.transform(x))
-    assert np.allclose(*made, rtol=0, atol=ROUNDING)
-
-
 @pytest.mark.parametrize("method", CLOSED)
 def test_forget_is_the_inverse_of_partial_fit(rows, method):
     x, y, first = rows
@@ -242,15 +230,3 @@ def test_rows_that_say_nothing_about_an_update(rows, rows_of):
     chosen = np.unique(y, return_index=True)[1] if rows_of.startswith("one row") else y == 10
     estimate = estimate_update(fit(x[first], y[first]), x[chosen], y[chosen])
     assert estimate.n_queries == 0 and np.isnan(estimate.change)
-
-
-def test_an_index_of_the_earlier_adapter_is_refused(rows, tmp_path):
-    pytest.importorskip("faiss")
-    from ega.deploy.index import AdaptedIndex
-
-    x, y, first = rows
-    adapter = fit(x[first], y[first])
-    AdaptedIndex(adapter).add(x).save(tmp_path / "i")
-    adapter.partial_fit(x[~first], y[~first])
-    with pytest.raises(InputError, match="different adapters cannot be compared"):
-        AdaptedIndex.load(tmp_path / "i", adapter)
