@@ -104,9 +104,8 @@ def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_
     searches, frozen, adapted = ([values[i] for i in shown] for values in (searches, frozen, adapted))
     tables = []
     for strength in (0.0, 0.25, 0.5, 0.75, 1.0):
-        if strength in (0, 1):
-            hits = adapted if strength else frozen
-        else:
+        hits = {0: frozen, 1: adapted}.get(strength)
+        if hits is None:
             mixture = np.asarray(interpolate(x, z, strength), np.float32)
             hits = [label_hits(mixture, y, s.queries, s.gallery, device=device) for s in searches]
         table = tabulate_changes(searches, frozen, hits, y, is_seen, random_state=random_state)

@@ -335,17 +335,6 @@ class LanceStore(Store):
         return _as_neighbours(len(z), k, found["query_index"].to_numpy(), ids, found["_distance"].to_numpy())
 
 # %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
-def _open_qdrant(path):
-    "A client of Qdrant inside the process, on a folder; a new folder is made."
-    path = Path(path)
-    if path.is_file() or path.is_dir() and any(path.iterdir()) and not (path / "meta.json").is_file():
-        raise InputError(f"{path}: expected a folder of Qdrant, but this is a file or holds other files")
-    try:
-        return import_optional("qdrant_client", "qdrant").QdrantClient(path=str(path))
-    except (sqlite3.Error, *READ_ERRORS) as error:
-        raise InputError(f"{path}: this folder is damaged or in use ({short_error(error)})") from error
-
-
 class QdrantStore(Store):
     """A collection of a QdrantClient, or of a folder that is opened inside the process, with a vector for each adapter.
 
@@ -355,7 +344,7 @@ class QdrantStore(Store):
     def __init__(self, client: Any, collection: str, *, vector: str | None = None):
         self._models = import_optional("qdrant_client.models", "qdrant")
         self._is_mine = isinstance(client, (str, Path))
-        self.client, self.collection = _open_qdrant(client) if self._is_mine else client, collection
+        self.client, self.collection = self._open(Path(client)) if self._is_mine else client, collection
         self._raw = ""
         if self.client.collection_exists(collection):
             frozen = [name for name in self._params() if self._get(name, "ega_source") is None]
@@ -365,6 +354,14 @@ class QdrantStore(Store):
             self._raw = frozen[0] if vector is None else vector
         self.frozen = self._raw or "vector"
 
+    def _open(self, path):
+        if path.is_file() or path.is_dir() and any(path.iterdir()) and not (path / "meta.json").is_file():
+            raise InputError(f"{path}: expected a folder of Qdrant, but this is a file or holds other files")
+        try:
+            return import_optional("qdrant_client", "qdrant").QdrantClient(path=str(path))
+        except (sqlite3.Error, *READ_ERRORS) as error:
+            raise InputError(f"{path}: this folder is damaged or in use ({short_error(error)})") from error
+
     def close(self) -> None:
         "Close the client, if the store has opened it."
         if self._is_mine:
@@ -373,20 +370,18 @@ class QdrantStore(Store):
     def _name(self, version):
         return self._raw if version == self.frozen else version
 
-    def _config(self):
-        return self.client.get_collection(self.collection).config
-
     def _params(self):
         "The dense vectors of the collection by name."
-        vectors = self._config().params.vectors
+        vectors = self.client.get_collection(self.collection).config.params.vectors
         return vectors if isinstance(vectors, dict) else {} if vectors is None else {"": vectors}
 
     def _names(self):
         return list(self._params())
 
     def _get(self, name, key):
-        exists = self.client.collection_exists(self.collection)
-        return (self._config().metadata or {}).get(f"{key}:{name}") if exists else None
+        if not self.client.collection_exists(self.collection):
+            return None
+        return (self.client.get_collection(self.collection).config.metadata or {}).get(f"{key}:{name}")
 
     def _note(self, name, **values):
         metadata = {f"{key}:{name}": value for key, value in values.items()}
