@@ -19,9 +19,7 @@ from test_embed import QUIET, BlockEncoder, LetterCounts, photos, picture
 
 from ega.data.arrays import InputError
 from ega.data.datasets import (
-    _GROCERY_COMMIT,
     DATASETS,
-    _fetch,
     _unpack,
     open_dataset,
     open_input_source,
@@ -308,7 +306,7 @@ BANKING = {
 }
 MINIATURES = {  # files, classes, labels, splits
     "grocery": (
-        below(f"GroceryStoreDataset-{_GROCERY_COMMIT}/dataset", GROCERY),
+        below("GroceryStoreDataset-fc80ba90f803d79d0383df52c5a4ac5de99ff6fc/dataset", GROCERY),
         ("Golden", "Pink-Lady"),
         [0, 1, 1],
         ["train", "val", "test"],
@@ -378,32 +376,20 @@ def test_an_archive_is_downloaded_once_and_checked(server, tmp_path):
     with zipfile.ZipFile(folder / "a.zip", "w") as z:
         z.writestr("top/x.txt", "hello")
         z.writestr("beside.txt", "")
-    whole = (folder / "a.zip").read_bytes()
-    for md5 in (hashlib.md5(whole).hexdigest(), None):
-        root, before = tmp_path / f"root{md5}", len(requests)
+    whole, url = (folder / "a.zip").read_bytes(), f"{address}/a.zip"
+    for sha256 in (hashlib.sha256(whole).hexdigest(), None):
+        root, before = tmp_path / f"root{sha256}", len(requests)
         for _ in range(2):
-            assert (_unpack(f"{address}/a.zip", root / "top", True, md5=md5) / "x.txt").read_text() == "hello"
+            assert (_unpack(root / "top", True, url, sha256) / "x.txt").read_text() == "hello"
         assert [p.name for p in root.iterdir()] == ["top"] and len(requests) == before + 1
-    with pytest.raises(RuntimeError):
-        _unpack(f"{address}/a.zip", tmp_path / "bad" / "top", True, md5="0" * 32)
+    assert not _unpack(tmp_path / "bad" / "top", False, url).exists()
+    with pytest.raises(RuntimeError, match="hash"):
+        _unpack(tmp_path / "bad" / "top", True, url, "0" * 64)
     assert not list((tmp_path / "bad").iterdir())
     (folder / "a.zip").write_bytes(whole[:30])
     with pytest.raises(shutil.ReadError):
-        _unpack(f"{address}/a.zip", tmp_path / "half" / "top", True)
+        _unpack(tmp_path / "half" / "top", True, url)
     assert not (tmp_path / "half" / "top").exists()
-
-
-def test_a_file_is_downloaded_once_and_checked(server, tmp_path):
-    folder, address, requests = server
-    (folder / "f.csv").write_text("text\nhello\n")
-    good, path = hashlib.sha256((folder / "f.csv").read_bytes()).hexdigest(), tmp_path / "deep" / "f.csv"
-    assert _fetch(f"{address}/f.csv", path, True, sha256=good).read_text() == "text\nhello\n"
-    assert _fetch("http://nowhere", path, True, sha256="0") == path and len(requests) == 1
-    with pytest.raises(RuntimeError, match="hash"):
-        _fetch(f"{address}/f.csv", tmp_path / "q" / "f.csv", True, sha256="0" * 64)
-    with pytest.raises(FileNotFoundError):
-        _fetch(f"{address}/f.csv", tmp_path / "q" / "f.csv", False)
-    assert not list((tmp_path / "q").iterdir())
 
 
 def test_dataset_specs():

@@ -236,7 +236,6 @@ class BrokenEncoder(BlockEncoder):
 
 WRONG = {
     "none can be read": ("none", BlockEncoder, dict(on_error="skip"), InputError),
-    "on_error": ("photos", BlockEncoder, dict(on_error="ignore"), InputError),
     "flat vectors": ("photos", FlatEncoder, {}, InputError),
     "texts for an encoder of images": ("t.csv", BlockEncoder, {}, InputError),
     "ids that occur twice": ("twice.csv", LetterCounts, {}, InputError),
