@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import ega
 
@@ -50,60 +49,48 @@ def _read_inputs(args, fitted_classes=()):
     return matrix.array(), y
 
 # %% ../nbs/deploy/10_cli.ipynb #read-pairs
-class _PairInputs(NamedTuple):
-    "Embeddings, pairs and ids, as the commands read them with --pairs."
-
-    queries: Any  # (nq, d)
-    documents: Any  # (nd, d)
-    pairs: Any  # (m, 3) row numbers and grade
-    query_ids: list[str]
-    document_ids: list[str]
-
-
-def _read_named(path, column):
-    "Embeddings of a file, and the id and the split of each row; the ids are row numbers where the file has none."
-    matrix = _open_matrix(path, column)
-    if es := matrix.embedding_set:
-        return es.x, es.ids.tolist(), es.split.tolist()
-    return matrix.array(), [str(row) for row in range(matrix.n)], [""] * matrix.n
-
-
-def _read_pair_inputs(args):
-    "Read queries, documents and their pairs from a folder or from three files."
+def _read_set(path, column):
+    "The `EmbeddingSet` of a pack, else of the rows of a file, whose ids are their numbers."
     import numpy as np
 
+    from ega.data.packs import EmbeddingSet
+
+    matrix = _open_matrix(path, column)
+    return matrix.embedding_set or EmbeddingSet(matrix.array(), np.full(matrix.n, -1))
+
+
+def _read_relevance(args):
+    "Read queries, documents and their pairs from a folder or from three files."
+    from dataclasses import replace
+
     from ega.data.arrays import InputError
-    from ega.data.relevance import match_pairs, read_pairs, read_relevance_set
+    from ega.data.relevance import RelevanceSet, match_pairs, read_pairs, read_relevance_set
 
     if Path(args.source).is_dir():
         if args.pairs is not True:
             raise InputError(f"{args.source} is a folder with pairs of its own; leave out the file behind --pairs")
         relevance = read_relevance_set(args.source)
-        queries, documents, pairs = relevance.queries.x, relevance.documents.x, relevance.pairs
-        query_ids, document_ids = relevance.queries.ids.tolist(), relevance.documents.ids.tolist()
-        splits = relevance.queries.split.tolist()
     elif args.pairs is True or args.documents is None:
-        raise InputError(
-            f"{args.source}: expected the folder of `ega embed --pairs`, or --documents FILE and --pairs FILE beside it"
-        )
+        raise InputError(f"{args.source}: expected the folder of `ega embed --pairs`, or --documents and --pairs FILE")
     else:
-        queries, query_ids, splits = _read_named(args.source, args.column)
-        documents, document_ids, _ = _read_named(args.documents, args.column)
-        pairs = match_pairs(read_pairs(args.pairs), query_ids, document_ids)
-    if args.split is not None:
-        if args.split not in splits:
-            names = ", ".join(sorted(set(splits) - {""})) or "none"
-            raise InputError(f"--split {args.split}: the queries have no such split; theirs are: {names}")
-        pairs = pairs[np.array(splits)[pairs[:, 0]] == args.split]
-    return _PairInputs(queries, documents, pairs, query_ids, document_ids)
+        queries, documents = _read_set(args.source, args.column), _read_set(args.documents, args.column)
+        pairs = match_pairs(read_pairs(args.pairs), queries.ids.tolist(), documents.ids.tolist())
+        relevance = RelevanceSet(queries, documents, pairs)
+    if args.split is None:
+        return relevance
+    splits = relevance.queries.split
+    if args.split not in splits:
+        names = ", ".join(sorted(set(splits.tolist()) - {""})) or "none"
+        raise InputError(f"--split {args.split}: the queries have no such split; theirs are: {names}")
+    return replace(relevance, pairs=relevance.pairs[splits[relevance.pairs[:, 0]] == args.split])
 
 
-def _read_texts(path, given):
+def _read_texts(path, relevance):
     "The id and the text of each query and of each document; the id alone where no path names the texts."
     from ega.data.arrays import InputError
     from ega.data.relevance import read_beir, read_text_pairs
 
-    ids = {"queries": given.query_ids, "documents": given.document_ids}
+    ids = {side: getattr(relevance, side).ids.tolist() for side in ("queries", "documents")}
     if path is None:
         return [[f"id {name}" for name in names] for names in ids.values()]
     texts, named = read_beir(path) if Path(path).is_dir() else read_text_pairs(path), []
@@ -242,13 +229,13 @@ def _fit_labels(args):
 
 def _fit_pairs(args):
     "Fit an adapter on pairs of queries and documents."
-    queries, documents, pairs, *_ = _read_pair_inputs(args)
+    given = _read_relevance(args)
     if not args.json:
-        n_queries = len(set(pairs[:, 0].tolist()))
-        print(f"{n_queries:,} queries, {len(documents):,} documents, {len(pairs):,} pairs", flush=True)
+        n_queries = len(set(given.pairs[:, 0].tolist()))
+        print(f"{n_queries:,} queries, {len(given.documents):,} documents, {len(given.pairs):,} pairs", flush=True)
     from ega.pairs import PairAdapter
 
-    return _new_estimator(args, PairAdapter, args.side or "auto").fit(queries, documents, pairs)
+    return _new_estimator(args, PairAdapter, args.side or "auto").fit(given.queries.x, given.documents.x, given.pairs)
 
 
 def _format_candidates(selection, measure, seen_name, unseen_name):
@@ -405,9 +392,10 @@ def _evaluate_pairs(args, adapter):
 
     from ega.pairs import evaluate_pairs, find_pair_examples, pairs_summary
 
-    given = _read_pair_inputs(args)
+    given = _read_relevance(args)
     names = [] if args.show is None else _read_texts(args.show, given)
-    table = evaluate_pairs(adapter, *given[:3], random_state=args.seed)
+    arrays = given.queries.x, given.documents.x, given.pairs
+    table = evaluate_pairs(adapter, *arrays, random_state=args.seed)
     is_first = table.group != table.group.shift()
     columns = {
         "queries": table.group.where(is_first, ""),
@@ -425,7 +413,7 @@ def _evaluate_pairs(args, adapter):
     if names:
         from ega.deploy.report import describe_pair_examples
 
-        examples = find_pair_examples(adapter, *given[:3], n_examples=3)
+        examples = find_pair_examples(adapter, *arrays, n_examples=3)
         text += f"\n{_format_examples(describe_pair_examples(examples, *names))}"
     return table, text
 
@@ -471,16 +459,17 @@ def _report_pairs(args, adapter):
     from ega.deploy.report import write_pair_report
     from ega.pairs import pairs_summary
 
-    given = _read_pair_inputs(args)
+    given = _read_relevance(args)
     names = dict(zip(("query_names", "document_names"), _read_texts(args.show, given)))
-    comparison = write_pair_report(adapter, *given[:3], args.out, **names, random_state=args.seed)
+    arrays = given.queries.x, given.documents.x, given.pairs
+    evaluation, examples = write_pair_report(adapter, *arrays, args.out, **names, random_state=args.seed)
     if not args.json:
-        print(f"{_wrap(pairs_summary(comparison.evaluation))}\n{args.out}")
+        print(f"{_wrap(pairs_summary(evaluation))}\n{args.out}")
         return
-    ids = [*given.document_ids, None]  # of row -1, where no document was overtaken
-    columns = {name: [ids[row] for row in comparison.examples[name]] for name in ("document", "other")}
-    columns["query"] = [given.query_ids[row] for row in comparison.examples["query"]]
-    tables = {"evaluation": comparison.evaluation, "examples": comparison.examples.assign(**columns)}
+    ids = [*given.documents.ids.tolist(), None]  # of row -1, where no document was overtaken
+    columns = {name: [ids[row] for row in examples[name]] for name in ("document", "other")}
+    columns["query"] = given.queries.ids[examples["query"]].tolist()
+    tables = {"evaluation": evaluation, "examples": examples.assign(**columns)}
     print(json.dumps({"out": args.out} | {name: _records(table) for name, table in tables.items()}))
 
 # %% ../nbs/deploy/10_cli.ipynb #info
@@ -622,13 +611,14 @@ def _search(args):
 
 def _read_queries(args):
     "Embeddings of the queries, not adapted, and the name of each; with --encoder they are computed."
-    if not args.encoder:
-        return _read_named(args.queries, args.column)[:2]
     import tempfile
 
     from ega.data.embed import embed
     from ega.data.packs import read_pack
 
+    if not args.encoder:
+        es = _read_set(args.queries, args.column)
+        return es.x, es.ids.tolist()
     with tempfile.TemporaryDirectory() as folder:
         pack = Path(folder) / "queries.parquet"
         embed(args.queries, args.encoder, pack, dtype="float32", progress=_show_progress(args))

@@ -6,11 +6,12 @@
 __all__ = ['AdaptedEmbeddings', 'AdaptedEmbedding', 'AdaptedEmbeddingFunction', 'open_collection']
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab04
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-# %% ../../nbs/deploy/04_wrappers.ipynb #0123ab05
-from ..data.arrays import InputError, check_installed, import_optional, optional_class
+from ..data.arrays import InputError, import_optional, optional_class
 from ..method.interface import as_adapter
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab07
@@ -27,14 +28,13 @@ class _Sides:
         return self.adapter.queries.transform([vector])[0].tolist()
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #67f12b6f
-_Embeddings: Any = optional_class("langchain_core.embeddings", "Embeddings")
+_Embeddings: Any = optional_class("langchain_core.embeddings", "Embeddings", "langchain")
 
 
 class AdaptedEmbeddings(_Embeddings):
     "LangChain embeddings, made by the encoder that an adapter was fitted on, behind the adapter."
 
     def __init__(self, embeddings: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
-        check_installed("langchain_core", extra="langchain")
         self.embeddings, self._sides = embeddings, _Sides(adapter)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -54,7 +54,7 @@ class AdaptedEmbeddings(_Embeddings):
         return self._sides.query(await self.embeddings.aembed_query(text))
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #74f5412b
-_BaseEmbedding: Any = optional_class("llama_index.core.base.embeddings.base", "BaseEmbedding")
+_BaseEmbedding: Any = optional_class("llama_index.core.base.embeddings.base", "BaseEmbedding", "llamaindex")
 
 
 class AdaptedEmbedding(_BaseEmbedding):
@@ -64,7 +64,6 @@ class AdaptedEmbedding(_BaseEmbedding):
     _sides: Any
 
     def __init__(self, embedding: Any, adapter: Any):  # adapter: what `ega.method.interface.as_adapter` accepts
-        check_installed("llama_index", extra="llamaindex")
         sides = _Sides(adapter)
         name = f"{embedding.model_name}, adapted by {sides.adapter.fingerprint[:16]}"
         super().__init__(model_name=name, embed_batch_size=embedding.embed_batch_size)
@@ -94,7 +93,7 @@ class AdaptedEmbedding(_BaseEmbedding):
         return self._sides.documents(await self._embedding.aget_text_embedding_batch(texts))
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #1faa1c82
-_EmbeddingFunction: Any = optional_class("chromadb", "EmbeddingFunction")
+_EmbeddingFunction: Any = optional_class("chromadb", "EmbeddingFunction", "chroma")
 
 
 class AdaptedEmbeddingFunction(_EmbeddingFunction):
@@ -107,27 +106,22 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         *,
         fingerprint: str | None = None,  # that it must have; it is read when the first text is embedded
     ):
-        check_installed("chromadb", extra="chroma")
-        self.function, self.adapter, self.fingerprint = function, str(Path(adapter).resolve()), fingerprint
-        self._read: Any = None
-        if fingerprint is None:
-            self.fingerprint = as_adapter(self.adapter).fingerprint
+        self.function, self.adapter = function, str(Path(adapter).resolve())
+        self.fingerprint = fingerprint or as_adapter(self.adapter).fingerprint
 
+    @cached_property
     def _adapter(self):
-        "The adapter, read when it is first needed."
-        if self._read is None:
-            adapter = as_adapter(self.adapter)
-            _check_same_adapter(self.fingerprint, adapter.fingerprint)
-            self._read = adapter
-        return self._read
+        adapter = as_adapter(self.adapter)
+        _check_same_adapter(self.fingerprint, adapter.fingerprint)
+        return adapter
 
     def __call__(self, input: Any) -> Any:
         "Embed documents and adapt their embeddings."
-        return list(self._adapter().documents.transform(self.function(input)))
+        return list(self._adapter.documents.transform(self.function(input)))
 
     def embed_query(self, input: Any) -> Any:
         "Embed queries and adapt their embeddings."
-        return list(self._adapter().queries.transform(self.function.embed_query(input)))
+        return list(self._adapter.queries.transform(self.function.embed_query(input)))
 
     @staticmethod
     def name() -> str:
@@ -156,26 +150,22 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
 def _check_same_adapter(filled_with, fingerprint):
     "Refuse another adapter than the one a collection was filled with."
     if filled_with != fingerprint:
-        raise InputError(
-            f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}; use the "
-            "former adapter, or fill a new collection: vectors of different adapters cannot be compared"
-        )
+        expected = f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}"
+        raise InputError(f"{expected}; use the former adapter, or fill a new collection")
 
 
-if _EmbeddingFunction is not object:
-    import_optional("chromadb.utils.embedding_functions", "chroma").register_embedding_function(
-        AdaptedEmbeddingFunction
-    )
+with suppress(ImportError):
+    functions = import_optional("chromadb.utils.embedding_functions", "chroma")
+    functions.register_embedding_function(AdaptedEmbeddingFunction)
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #open-collection
 def open_collection(client: Any, name: str, function: AdaptedEmbeddingFunction) -> Any:
     "Open an existing collection of Chroma, and raise `InputError` if it was filled with another adapter."
     stored = client.get_collection(name).configuration_json.get("embedding_function") or {}
     if stored.get("name") not in (None, AdaptedEmbeddingFunction.name()):
-        raise InputError(
-            f"the collection {name!r} was filled with {stored['name']!r}, without an adapter; fill a new one, or, if "
-            "the adapter changes queries alone, search it with query_embeddings=function.embed_query(texts)"
-        )
+        filled_with = f"the collection {name!r} was filled with {stored['name']!r}, without an adapter"
+        advice = "fill a new one, or search it with query_embeddings if the adapter changes queries alone"
+        raise InputError(f"{filled_with}; {advice}")
     if "config" in stored:
         _check_same_adapter(stored["config"].get("fingerprint"), function.fingerprint)
     return client.get_collection(name, embedding_function=function)

@@ -110,6 +110,8 @@ def _read_parquet(path, columns, may_vanish=False):
     "A table of results; None if `may_vanish` and another process has merged it meanwhile."
     try:
         file = open_parquet(path)  # opened once, because merge_parts may replace the file meanwhile
+        if "run_id" not in file.schema_arrow.names:
+            raise KeyError("no column run_id")
         if columns:  # with the keys, without which rows of two runs could look like duplicates
             columns = list(dict.fromkeys([*columns, *(k for k in ROW_KEYS if k in file.schema_arrow.names)]))
         return read_parquet(path, columns, file=file).to_pandas()

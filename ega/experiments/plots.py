@@ -204,6 +204,7 @@ def plot_intervals(
     table,  # DataFrame: method, value, low, high; points
     *,
     order,  # methods from top to bottom; one that the table lacks stays an empty row
+    names=True,  # write the names of the methods at the left
 ):  # ax
     "Change by method: dot and interval, frozen at zero."
     for place, method in enumerate(order):
@@ -216,7 +217,7 @@ def plot_intervals(
             ax.errorbar(row.value, place, xerr=bar, elinewidth=0.9, **dot)
     ax.axvline(0, color="#777777", lw=0.6, zorder=1)
     ax.set_ylim(len(order) - 0.4, -0.6)
-    ax.set_yticks(range(len(order)), [method_style(m).label for m in order])
+    ax.set_yticks(range(len(order)), [method_style(m).label for m in order] if names else [""] * len(order))
     for tick, method in zip(ax.get_yticklabels(), order):
         tick.set_color(method_style(method).colour)
     ax.tick_params(axis="y", length=0)

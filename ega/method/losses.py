@@ -42,6 +42,35 @@ def _masked_logsumexp(s: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     "log sum exp over the entries of each row that are kept; near the lowest finite number where there is none."
     return s.masked_fill(~keep, torch.finfo(s.dtype).min).logsumexp(1)
 
+
+def _fused(sum_inside: bool) -> Callable:
+    "Decorator: compute the loss that a function defines by `_FusedContrastiveLoss`."
+
+    def decorate(definition):
+        @wraps(definition)
+        def loss(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
+            return _FusedContrastiveLoss.apply(z, y, tau, sum_inside, definition)[0]
+
+        return loss
+
+    return decorate
+
+# %% ../../nbs/method/02_losses.ipynb #supcon-2
+@_fused(sum_inside=False)
+def supcon(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
+    "Supervised contrastive loss of unit rows (N, d), Khosla et al. 2020, eq. 2."
+    s, positive = _logits(z, y, tau)  # (N, N) both
+    per_anchor = -s.log_softmax(1).masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+    return per_anchor.mean()
+
+# %% ../../nbs/method/02_losses.ipynb #nca-2
+@_fused(sum_inside=True)
+def nca(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
+    "Neighbourhood components analysis on unit rows, Goldberger et al. 2004; tau is 1/(2 c)."
+    s, positive = _logits(z, y, tau)  # (N, N) both
+    per_anchor = s.logsumexp(1) - _masked_logsumexp(s, positive)
+    return per_anchor.masked_fill(~positive.any(1), 0).mean()
+
 # %% ../../nbs/method/02_losses.ipynb #contrastive-loss
 def _logsumexp_from_softmax(s: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     "log sum exp of each row of s, from its largest logit and the share q of that logit."
@@ -85,36 +114,7 @@ class _FusedContrastiveLoss(torch.autograd.Function):
             grad_z = linear(G.mT.contiguous().add_(G), z.mT).mul_(grad)
         return grad_z, None, None, None, None
 
-
-def _fused(sum_inside: bool) -> Callable:
-    "Decorator: compute the loss that a function defines by `_FusedContrastiveLoss`."
-
-    def decorate(definition):
-        @wraps(definition)
-        def loss(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
-            return _FusedContrastiveLoss.apply(z, y, tau, sum_inside, definition)[0]
-
-        return loss
-
-    return decorate
-
-# %% ../../nbs/method/02_losses.ipynb #supcon-2
-@_fused(sum_inside=False)
-def supcon(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
-    "Supervised contrastive loss of unit rows (N, d), Khosla et al. 2020, eq. 2."
-    s, positive = _logits(z, y, tau)  # (N, N) both
-    per_anchor = -s.log_softmax(1).masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-    return per_anchor.mean()
-
 # %% ../../nbs/method/02_losses.ipynb #supcon-in
-@_fused(sum_inside=True)
-def nca(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
-    "Neighbourhood components analysis on unit rows, Goldberger et al. 2004; tau is 1/(2 c)."
-    s, positive = _logits(z, y, tau)  # (N, N) both
-    per_anchor = s.logsumexp(1) - _masked_logsumexp(s, positive)
-    return per_anchor.masked_fill(~positive.any(1), 0).mean()
-
-
 def supcon_in(z: torch.Tensor, y: torch.Tensor, tau: float = 0.07) -> torch.Tensor:
     "Supervised contrastive loss with the mean inside the logarithm, Khosla et al. 2020, eq. 3."
     count = (y[:, None] == y[None]).sum(1) - 1

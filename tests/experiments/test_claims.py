@@ -19,7 +19,6 @@ from ega.experiments.claims import (
     evaluate_claims,
     load_claims,
     mean_difference_at_equal_seen_gain,
-    rank_correlation,
     read_tuned_outcomes,
 )
 from ega.experiments.grids import ResultStore
@@ -141,18 +140,6 @@ def test_verdicts_follow_the_interval_of_the_replicates(outcomes):
         assert line.verdict == decide(by_id[line.id], line.low, line.high)
     verdicts = {(-2, -1): "held", (1, 2): "did not hold", (-1, 1): "undecided", (-1, 0): "undecided"}
     assert {ends: decide(by_id["mixed_gallery_is_harder"], *ends) for ends in verdicts} == verdicts
-
-
-def test_rank_correlations_are_taken_within_benchmarks_or_within_methods(outcomes):
-    for quantity, row in (("active_ratio", 0), ("displacement", 5)):
-        found = {i: rank_correlation(outcomes, quantity, "own", EPOCHS[1:], inside_methods=i)[row] for i in (0, 1)}
-        cells = list(product(MAIN_BENCHMARKS, PAPER_METHODS, EPOCHS[1:]))
-        x = np.array([outcomes.quantities.loc[cell, quantity] for cell in cells])
-        y = np.array([change(outcomes, row, b, "unseen", "own", m, epoch=e) for b, m, e in cells])
-        for inside, key in ((0, [c[0] for c in cells]), (1, [c[0] + c[1] for c in cells])):
-            groups = np.unique(key, return_inverse=True)[1]
-            assert np.isclose(found[inside], grouped_rank_correlation(x, y, groups))
-        assert not np.isclose(*found.values())
 
 
 TUNED = ("wccn", "lda", *TRAINED, "whitened_supcon")

@@ -194,21 +194,6 @@ def test_the_report_asks_for_verdicts_that_exist():
     assert all(form in claims.EFFECTS[name] for name, form in asked)
 
 
-def test_figure_titles_count_intervals(built):
-    figures = json.loads((built / "figures/figures.json").read_text())
-    t = pd.read_csv(built / "tables/main.csv").query("benchmark == 'mean' and metric == 'lp_at_1'")
-    t = t[t.method.isin([m for m in METHODS if method_config.uses_gradient_training(m)])]
-    mixed = t[t.gallery_kind == "mixed"].set_index(["query_set", "method"])
-    gain = mixed.loc["seen"].query("low > 0").index
-    unseen = mixed.loc["unseen"].loc[gain]
-    counts = len(gain), (unseen.high < 0).sum(), (unseen.low > 0).sum()
-    found = re.match(r"(\d+) of 10 trained .*; (\d+) of these lose .*, (\d+) gain", figures["overview"]["title"])
-    assert len(gain) and tuple(map(int, found.groups())) == counts
-    lost = [(t[(t.gallery_kind == g) & (t.query_set == "unseen")].high < 0).sum() for g in ("mixed", "own")]
-    found = re.match(r"Unseen classes lose under (\d+) of 10 .*, under (\d+) in", figures["galleries"]["title"])
-    assert list(map(int, found.groups())) == lost
-
-
 def test_build_is_reproducible_and_deletes_stale_output(stored, built, tmp_path):
     first, again = content(built), tmp_path / "again"
     paper.build(stored[0], again)

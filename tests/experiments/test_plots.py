@@ -82,14 +82,6 @@ def test_intervals_keep_order_and_fill_dots_that_exclude_zero():
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first of the order is on top
 
 
-def test_functions_return_their_axes_and_change_no_global_state():
-    t, before = plane(np.random.default_rng(0)), dict(matplotlib.rcParams)
-    ax, figures = axes(), plt.get_fignums()
-    assert plot_quantity_vs_unseen(ax, t) is ax and plot_active_ratio(ax, {"ega_paper": [0.1, 0.2]}) is ax
-    assert plot_intervals(ax, t.rename(columns={"y": "value"}), order=METHODS) is ax
-    assert dict(matplotlib.rcParams) == before and plt.get_fignums() == figures
-
-
 def test_every_method_has_its_own_colour_marker_and_name():
     "The values of the dial are one method with one colour and marker, and have names of their own."
     styles = {m.split(" strength=")[0]: style for m, style in METHOD_STYLES.items()}

@@ -171,3 +171,20 @@ def test_import_loads_no_torch(module):
 
 def test_a_loaded_torch_is_seen():
     assert loaded("import torch", "torch", "no_such_package") == ["torch"]
+
+
+CHECKS = {"check_X", "check_y", "check_pairs", "check_matrix", "iter_unit_rows", "read_matrix", "read_labels"}
+FACADE = {"method.interface", "measure.evaluation", "measure.ranking"}  # they take what comes from outside
+
+
+def checks_in(source):
+    "Names of the checks of arrays and readers of files that a module calls."
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return {name for call in calls if (name := ast.unparse(call).rpartition(".")[2]) in CHECKS}
+
+
+def test_arrays_are_checked_in_the_facade_alone():
+    below = [m for m in LEVEL if m.startswith(("method.", "measure.")) and m not in FACADE] + ["selection"]
+    sources = modules()
+    assert {m: found for m in below if (found := checks_in(sources[m]))} == {}
+    assert checks_in(sources["measure.evaluation"]) and checks_in("x = arrays.check_X(y)") == {"check_X"}
