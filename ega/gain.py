@@ -168,9 +168,10 @@ def _page(e):
     smaller = e.smaller.set_index("part")
     yield (
         "Points of LP@1 with 95 % intervals, in one gallery of all classes, of which a quarter was held out in turn. "
-        f"Seen classes capture {e.capture_rate:.1f} % of the held-out queries of the frozen embeddings. Strengths: change "
-        f"against frozen by a closed form, discriminant whitening, fitted on {smaller.rows_per_class['all']:g} rows of "
-        f"each of {smaller.n_classes['all']} classes. 1/2, 1/4: change against that when it is fitted on less."
+        f"Seen classes capture {e.capture_rate:.1f} % of the held-out queries of the frozen embeddings. Strengths: "
+        "change against frozen by a closed form, discriminant whitening, fitted on "
+        f"{smaller.rows_per_class['all']:g} rows of each of {smaller.n_classes['all']} classes. 1/2, 1/4: change "
+        "against that when it is fitted on less."
     )
     verdict = f"{'passes' if e.passes else 'fails'} the safety check: {e.reason}"
     yield f"Best strength: {e.strength:g}, which {verdict}. `ega fit` also trains, which these numbers leave out."
