@@ -462,14 +462,14 @@ def _report_pairs(args, adapter):
     given = _read_relevance(args)
     names = dict(zip(("query_names", "document_names"), _read_texts(args.show, given)))
     arrays = given.queries.x, given.documents.x, given.pairs
-    comparison = write_pair_report(adapter, *arrays, args.out, **names, random_state=args.seed)
+    evaluation, examples = write_pair_report(adapter, *arrays, args.out, **names, random_state=args.seed)
     if not args.json:
-        print(f"{_wrap(pairs_summary(comparison.evaluation))}\n{args.out}")
+        print(f"{_wrap(pairs_summary(evaluation))}\n{args.out}")
         return
     ids = [*given.documents.ids.tolist(), None]  # of row -1, where no document was overtaken
-    columns = {name: [ids[row] for row in comparison.examples[name]] for name in ("document", "other")}
-    columns["query"] = given.queries.ids[comparison.examples["query"]].tolist()
-    tables = {"evaluation": comparison.evaluation, "examples": comparison.examples.assign(**columns)}
+    columns = {name: [ids[row] for row in examples[name]] for name in ("document", "other")}
+    columns["query"] = given.queries.ids[examples["query"]].tolist()
+    tables = {"evaluation": evaluation, "examples": examples.assign(**columns)}
     print(json.dumps({"out": args.out} | {name: _records(table) for name, table in tables.items()}))
 
 # %% ../nbs/deploy/10_cli.ipynb #info

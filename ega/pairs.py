@@ -40,20 +40,15 @@ from .method.closed_form import shrunk_inverse_power
 from .method.config import TrainConfig
 from .method.methods import AdapterPath
 from .method.training import LossOutput, Objective, train
-from ega.selection import (
-    MIN_CLASSES,
-    STRENGTHS,
-    FitProgress,
-    FoldComparison,
-    Selection,
-    compare_candidates,
-    frozen_selection,
-    select,
-)
+from .selection import MIN_CLASSES, STRENGTHS, FitProgress, Selection, compare_candidates, frozen_selection, select
 
 # %% ../nbs/adapt/03_pairs.ipynb #dd2f360e
-# query rows, ascending, document rows, and weights that sum to 1 over each query: (m,) each
+# query rows, ascending, document rows, and weights that sum to 1 over each query: (m,) each; of a batch of queries as
+# tensors, with the place of the query in the batch instead of its row
 _WeightedPairs = namedtuple("_WeightedPairs", "query document weight")
+
+
+_Rows = np.ndarray | UnitRows  # (n, d) unit rows
 
 
 def _weighted_pairs(pairs) -> _WeightedPairs:
@@ -67,14 +62,8 @@ def _weighted_pairs(pairs) -> _WeightedPairs:
 PairWhitening = namedtuple("PairWhitening", "matrix query_mean document_mean")
 
 
-def whiten_pairs(
-    queries: "np.ndarray | UnitRows",  # (nq, d) unit rows
-    documents: "np.ndarray | UnitRows",  # (nd, d) unit rows
-    pairs: np.ndarray,  # (m, 3) int64: query row, document row, grade
-    *,
-    shrinkage: float = 0.5,  # of the covariance, in (0, 1]; 1 only centres the embeddings
-) -> PairWhitening:
-    "Fit the whitening of the differences between queries and their documents."
+def whiten_pairs(queries: _Rows, documents: _Rows, pairs: np.ndarray, *, shrinkage: float = 0.5) -> PairWhitening:
+    "Fit the whitening of the differences between queries and their documents; a shrinkage of 1 only centres them."
     query, document, weight = _weighted_pairs(pairs)
     weight = weight / weight.sum()
     q, d = queries[query].astype(np.float64), documents[document].astype(np.float64)
@@ -131,12 +120,12 @@ class _Corpus:
         self.n, self.rows, self.device = len(documents), documents, device
         if isinstance(documents, np.ndarray):
             self.rows = torch.from_numpy(documents).to(device)
-        self.is_whitened, self.norms = whitening is not None, torch.ones(self.n, 1, device=device)
+        self.is_whitened = whitening is not None
         if whitening is not None:
             self.mean = torch.from_numpy(whitening.document_mean).to(device)
             self.matrix = torch.from_numpy(whitening.matrix).to(device)
-            for i in self.blocks():
-                self.norms[i, 0] = ((self[i] - self.mean) @ self.matrix).norm(dim=1)
+            norms = [((self[i] - self.mean) @ self.matrix).norm(dim=1, keepdim=True) for i in self.blocks()]
+            self.norms = torch.cat(norms)
 
     def blocks(self) -> list[slice]:
         "Slices that cover all documents."
@@ -162,10 +151,6 @@ class _Corpus:
         return z @ self.matrix.T if self.is_whitened else z
 
 # %% ../nbs/adapt/03_pairs.ipynb #e0a06645
-# the relevant pairs of a batch of queries: place of the query in the batch, document row and weight, (m,) each
-_BatchPairs = namedtuple("_BatchPairs", "row document weight")
-
-
 class _PairIndex:
     "The relevant pairs of each training query, and the documents it is compared with."
 
@@ -176,13 +161,13 @@ class _PairIndex:
         self.weight = torch.from_numpy(pairs.weight.astype(np.float32)).to(device)
         self.negatives = None if negatives is None else torch.from_numpy(negatives[self.queries]).to(device)
 
-    def of_batch(self, rows) -> _BatchPairs:
+    def of_batch(self, rows) -> _WeightedPairs:
         "The pairs of the training queries with these numbers (B,)."
         counts = self.start[rows + 1] - self.start[rows]
         row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
         first = torch.repeat_interleave(self.start[rows] - counts.cumsum(0) + counts, counts)
         at = first + torch.arange(len(row), device=rows.device)
-        return _BatchPairs(row, self.document[at], self.weight[at])
+        return _WeightedPairs(row, self.document[at], self.weight[at])
 
 
 _NO_DOCUMENT = -1e9  # log of no probability; -inf would make the gradient nan where all documents are relevant
@@ -191,7 +176,7 @@ _NO_DOCUMENT = -1e9  # log of no probability; -inf would make the gradient nan w
 def _relevant_places(batch, block):
     "Row and column of each relevant document in the scores of a batch of queries (rows) and a block of documents."
     inside = (batch.document >= block.start) & (batch.document < block.stop)
-    return batch.row[inside], batch.document[inside] - block.start
+    return batch.query[inside], batch.document[inside] - block.start
 
 # %% ../nbs/adapt/03_pairs.ipynb #cf4a3818
 class _CorpusLogSumExp(torch.autograd.Function):
@@ -220,19 +205,14 @@ class _CorpusLogSumExp(torch.autograd.Function):
         return grad[:, None] * ctx.saved_tensors[0], None, None, None
 
 
-def _block_logsumexp(w, corpus, block, batch, tau, adapter):
-    "As `_CorpusLogSumExp`, over a block of documents that an adapter in training maps."
-    scores = w @ corpus.factors(block, adapter).T / tau
-    scores = scores.index_put(_relevant_places(batch, block), scores.new_tensor(_NO_DOCUMENT))
-    return scores.logsumexp(1)
+def _adapted_logsumexp(w, corpus, batch, tau, adapter):
+    "As `_CorpusLogSumExp`, over documents that an adapter in training maps, once more in the backward pass."
 
+    def of_block(w, block):
+        scores = w @ corpus.factors(block, adapter).T / tau
+        return scores.index_put(_relevant_places(batch, block), scores.new_tensor(_NO_DOCUMENT)).logsumexp(1)
 
-def _corpus_logsumexp(w, corpus, batch, tau, adapter):
-    "As `_CorpusLogSumExp`; blocks that an adapter in training maps are computed again in the backward pass."
-    if adapter is None:
-        return _CorpusLogSumExp.apply(w, corpus, batch, tau)
-    given = (batch, tau, adapter)
-    parts = [checkpoint(_block_logsumexp, w, corpus, b, *given, use_reentrant=False) for b in corpus.blocks()]
+    parts = [checkpoint(of_block, w, block, use_reentrant=False) for block in corpus.blocks()]
     return torch.stack(parts).logsumexp(0)
 
 
@@ -251,12 +231,14 @@ def _pair_objective(index: _PairIndex, corpus: _Corpus, tau: float, document_ada
     def step(forward, x, y, rows, uniforms):
         z = forward(rows) if document_adapter is None else x[rows]
         w, batch = corpus.pull_back(z), index.of_batch(rows)
-        if index.negatives is None:
-            others = _corpus_logsumexp(w, corpus, batch, tau, document_adapter)
-        else:
+        if index.negatives is not None:
             others = _given_logsumexp(w, corpus, index.negatives[rows], tau, document_adapter)
-        relevant = (w[batch.row] * corpus.factors(batch.document, document_adapter)).sum(1) / tau
-        loss = (batch.weight * softplus(others[batch.row] - relevant)).sum() / len(rows)
+        elif document_adapter is None:
+            others = _CorpusLogSumExp.apply(w, corpus, batch, tau)
+        else:
+            others = _adapted_logsumexp(w, corpus, batch, tau, document_adapter)
+        relevant = (w[batch.query] * corpus.factors(batch.document, document_adapter)).sum(1) / tau
+        loss = (batch.weight * softplus(others[batch.query] - relevant)).sum() / len(rows)
         return LossOutput(loss, z.new_ones(()), z)
 
     return Objective(step)
@@ -311,8 +293,8 @@ def _train_side(config, queries, documents, pairs, negatives, whitening, device,
 @limit_threads()
 def fit_pair_path(
     config: PairConfig,
-    queries: "np.ndarray | UnitRows",  # (nq, d) unit rows
-    documents: "np.ndarray | UnitRows",  # (nd, d) unit rows
+    queries: _Rows,
+    documents: _Rows,
     pairs: np.ndarray,  # (m, 3) int64: query row, document row, grade
     *,
     negatives: Any = None,  # a number of nearest documents, or (m, 2) query rows and document rows; None: all documents
@@ -357,14 +339,9 @@ def _hold_out(pairs, relevant, held, groups, with_documents):
 
 
 def pair_folds(
-    pairs: np.ndarray,  # (m, 3): query row, document row, grade
-    groups: np.ndarray,  # (n_documents,) group of each document
-    rng: np.random.Generator,
-    *,
-    n_folds: int = 4,  # parts of the queries
-    max_queries: int = 1000,  # in a fold, drawn at random
-) -> list[PairFold]:  # n_folds for new documents, then up to n_folds for known ones
-    "Divide the queries into parts; hold each part out together with its relevant documents, and once without them."
+    pairs: np.ndarray, groups: np.ndarray, rng: np.random.Generator, *, n_folds: int = 4, max_queries: int = 1000
+) -> list[PairFold]:
+    "Hold each of `n_folds` parts of the queries out with its relevant documents, then once more without them."
     rows, relevant = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0]
     parts, folds = np.array_split(rng.permutation(rows), n_folds), []
     for held in parts:
@@ -388,9 +365,7 @@ def _ndcg_and_capture(zq, zd, pairs, queries, named, k=10):
     return ranking_metrics(found, pairs, queries=queries, k=k)[f"ndcg@{k}"], first_is_wrong & named[found[:, 0]]
 
 
-def _compare_pairs_on_fold(
-    queries, documents, pairs, fold, candidates, *, strengths, negatives, device, progress=None, label=""
-) -> FoldComparison:
+def _compare_pairs_on_fold(queries, documents, pairs, fold, candidates, *, strengths, negatives, device, **shown):
     "Compare candidates with the frozen embeddings by nDCG@10 on one fold, at every strength."
     rows = np.r_[fold.known, fold.new]
     named = np.zeros(len(documents), bool)
@@ -409,7 +384,7 @@ def _compare_pairs_on_fold(
     given = dict(queries=queries, documents=documents, pairs=fold.train_pairs, negatives=negatives, device=device)
     fit, n_known = partial(fit_pair_path, **given), len(fold.known)
     frozen = partial(measure, queries[rows], documents)
-    return compare_candidates(candidates.items(), frozen, fit, search, n_known, progress=progress, label=label)
+    return compare_candidates(candidates.items(), frozen, fit, search, n_known, **shown)
 
 # %% ../nbs/adapt/03_pairs.ipynb #55e1c51d
 MAX_DOCUMENTS = 20_000  # documents that no pair names, in the comparison
@@ -439,7 +414,7 @@ def _clusters(pairs, groups):
 # %% ../nbs/adapt/03_pairs.ipynb #db95d44b
 def select_pair_adapter(
     queries: np.ndarray,  # (nq, d) unit rows
-    documents: "np.ndarray | UnitRows",  # (nd, d) unit rows of the same encoder
+    documents: _Rows,
     pairs: np.ndarray,  # (m, 3) int64: query row, document row, grade
     candidates: dict[str, PairConfig] | None = None,  # by default `pair_candidates("auto")`
     *,
@@ -455,13 +430,7 @@ def select_pair_adapter(
     device: "torch.device | str | None" = None,  # None: CUDA when there is one
     progress: "FitProgress | None" = None,
 ) -> Selection:  # seen stands for queries for known documents, unseen for queries for new ones
-    """Select an adapter for queries and documents, and its strength, by leaving queries and documents out.
-
-    Each query is held out once together with its relevant documents, and once alone. Every candidate is fitted on the
-    remaining pairs and compared with the frozen embeddings on queries for new documents, those that were held out, and
-    for known ones. All documents that a pair names and at most 20,000 others are searched. With fewer than 10 groups
-    of documents that known queries ask for, as where each document has one query, new documents alone count.
-    """
+    "Select an adapter for queries and documents, and its strength, by leaving queries and documents out."
     candidates = pair_candidates("auto", seed=random_state) if candidates is None else candidates
     limits = dict(max_unseen_loss=max_unseen_loss, unseen_share=unseen_share, confidence=confidence)
     groups, rngs = np.arange(len(documents)) if groups is None else groups, spawn_rngs(random_state)
@@ -474,11 +443,9 @@ def select_pair_adapter(
     given = dict(candidates=candidates, strengths=strengths, negatives=negatives, device=device)
     compare = partial(_compare_pairs_on_fold, queries, documents, pairs, **given)
     of_queries = tuple(clusters[np.concatenate(rows)] for rows in zip(*((f.known, f.new) for f in folds)))
-    options: dict[str, Any] = dict(
-        n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress, min_seen=MIN_CLASSES
-    )
+    options: dict[str, Any] = dict(n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
     names = ("queries for known documents", "queries for new documents")
-    return select(candidates, folds, compare, of_queries, limits, names=names, **options)
+    return select(candidates, folds, compare, of_queries, limits, min_seen=MIN_CLASSES, names=names, **options)
 
 # %% ../nbs/adapt/03_pairs.ipynb #pair-adapter
 class PairAdapter(_BaseAdapter):
@@ -498,11 +465,11 @@ class PairAdapter(_BaseAdapter):
         Points of nDCG@10 that queries for new documents may lose. None: fit `side` without comparison.
     unseen_share : float, default=0.5
         Share of the queries that is expected to ask for new documents: its weight in the gain.
-    strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
+    strengths : sequence of float, default=STRENGTHS
         Strengths in [0, 1] that are compared: 1 is the fitted candidate; for "two" 0 is its whitening.
     cv : int, default=4
         Number of parts of the queries, each held out twice.
-    confidence, random_state, n_jobs, device, verbose : optional
+    confidence, random_state, n_jobs, device, verbose
         As those of `EmbeddingAdapter`.
 
     Attributes
@@ -589,6 +556,8 @@ class PairAdapter(_BaseAdapter):
             The estimator itself. A fit that fails leaves it as it was.
         """
         self._check_settings()
+        if negatives is not None and self.side == "both":
+            raise InputError("negatives has no effect with side='both', which trains nothing; leave it out")
         names = SimpleNamespace()
         with limit_threads(), FitProgress(self.verbose) as progress:
             progress.start("checking queries, documents and pairs")
@@ -743,13 +712,7 @@ def _explain_loss(before, after, relevant, grades, k):
 
 
 def find_pair_examples(
-    estimator: Any,  # a fitted PairAdapter
-    queries: np.ndarray,  # (nq, d)
-    documents: np.ndarray,  # (nd, d)
-    pairs: np.ndarray,  # (m, 2) or (m, 3): query row, document row, grade
-    *,
-    n_examples: int = 10,  # lost and won queries of each group, of each at most
-    k: int = 10,  # documents that count
+    estimator: Any, queries: Any, documents: Any, pairs: Any, *, n_examples: int = 10, k: int = 10
 ) -> pd.DataFrame:  # group, outcome, query, change, document, frozen_rank, adapted_rank, other (-1: none)
     "Find the queries whose nDCG@k falls most (lost) and rises most (won), in points, for known and new documents."
     m = _measure_queries(estimator, queries, documents, pairs, k)
@@ -795,8 +758,7 @@ def pairs_summary(table: pd.DataFrame) -> str:
     known, new = lines.get("known documents"), lines.get("new documents")
     measured = [line for line in (known, new) if line is not None]
     if not measured:
-        text = "All these queries were fitted on, so the table says how well the adapter fits and not what it gains"
-        return f"{text}; evaluate other queries."
+        return "All these queries were fitted on, so the table does not say what the adapter gains; evaluate others."
     units = ["points of nDCG@10", "points"]
     text = " and ".join(f"queries for {r.group} {change_in_words(r, unit)}" for r, unit in zip(measured, units))
     few = [f"{line.n_queries} for {line.group}" for line in measured if line.n_queries < 30]

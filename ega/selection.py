@@ -28,7 +28,7 @@ from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
 from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.config import MethodConfig, build_method_config
-from .method.methods import check_loss, fit_path
+from .method.methods import fit_path
 
 # %% ../nbs/adapt/01_selection.ipynb #candidate-of
 CANDIDATES = ("affine_nca",)
@@ -37,12 +37,8 @@ STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Candidate = namedtuple("Candidate", "name config")
 
 
-def resolve_candidate(
-    candidate: "str | tuple[str, Any]",  # a key of METHODS, or (name, MethodConfig)
-    *,
-    random_state: int = 0,  # seed of a method given by name; a configuration has its own
-) -> Candidate:
-    "Resolve a method name to its configuration."
+def resolve_candidate(candidate: "str | tuple[str, Any]", *, random_state: int = 0) -> Candidate:
+    "Resolve a key of METHODS, which gets this seed, or a pair of a name and a MethodConfig, which has its own."
     if isinstance(candidate, str):
         return Candidate(candidate, build_method_config(candidate, seed=random_state))
     name, config = candidate
@@ -56,13 +52,9 @@ ClassFold = namedtuple("ClassFold", "fit seen_queries unseen unseen_queries")
 
 
 def leave_classes_out(
-    y: np.ndarray,  # (n,) int labels; rows labelled -1 are in no fold
-    rng: np.random.Generator,
-    *,
-    n_folds: int = 4,  # parts of the classes, each held out once
-    max_queries: int = 1000,  # of the fitted classes and of the held-out classes of a fold, drawn at random
+    y: np.ndarray, rng: np.random.Generator, *, n_folds: int = 4, max_queries: int = 1000
 ) -> list[ClassFold]:
-    "Divide the seen classes so that each is held out in one fold."
+    "Divide the classes so that each is held out in one fold; a fold has `max_queries` queries of each kind at most."
 
     def draw(rows):
         return np.sort(rows if len(rows) <= max_queries else rng.choice(rows, max_queries, replace=False))
@@ -206,8 +198,7 @@ def compare_on_fold(
     *,
     strengths: Sequence[float] = STRENGTHS,
     device: "torch.device | str | None" = None,  # None: CUDA when there is one
-    progress: "FitProgress | None" = None,
-    label: str = "",  # shown behind the name of the candidate
+    **shown: Any,  # progress and label of `compare_candidates`
 ) -> FoldComparison:
     "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength."
     has_copies = len(np.unique(hash_unit_rows(x))) < len(x)
@@ -218,13 +209,12 @@ def compare_on_fold(
 
     def search(path):
         u, v = path.start_and_change(x, device=device)
-        if v is None:
-            return search_path(u, None, strengths=(1.0,))
-        return search_path(u, v, strengths=[s for s in strengths if s > 0 or path.start])  # else 0 is frozen
+        compared = [s for s in strengths if s > 0 or path.start]  # without a start, 0 is frozen
+        return search_path(u, v, strengths=(1.0,) if v is None else compared)
 
     fit = partial(fit_path, x=x[fold.fit], y=y[fold.fit], device=device)
     n_seen = len(fold.seen_queries)
-    return compare_candidates(candidates, frozen, fit, search, n_seen, progress=progress, label=label)
+    return compare_candidates(candidates, frozen, fit, search, n_seen, **shown)
 
 # %% ../nbs/adapt/01_selection.ipynb #compare-on-folds
 def _compare_on_one_thread(compare, fold):
@@ -294,13 +284,13 @@ def score_candidates(
     gain_draws = (1 - unseen_share) * draws[0] + unseen_share * draws[1]
     table.insert(0, "gain", (1 - unseen_share) * table.seen + unseen_share * table.unseen)
     table.insert(1, "gain_bound", np.quantile(gain_draws, 1 - confidence, axis=0))
-    frozen: dict[str, Any] = dict.fromkeys(table.columns, 0.0)
     checks = [_safety_check(row, max_unseen_loss, confidence, names) for row in table.itertuples()]
     table.insert(0, "method", [name for name, _ in changes])
     table.insert(1, "strength", [float(strength) for _, strength in changes])
     table["safety_check"], table["reason"] = zip(*checks)
-    frozen |= {"method": "frozen", "strength": 0.0, "safety_check": "pass", "reason": "the embeddings are not changed"}
-    return pd.concat([pd.DataFrame([frozen])[table.columns], table], ignore_index=True)
+    frozen = {"method": "frozen", "safety_check": "pass", "reason": "the embeddings are not changed"}
+    frozen_row = pd.DataFrame([dict.fromkeys(table.columns, 0.0) | frozen])
+    return pd.concat([frozen_row, table], ignore_index=True)
 
 
 def pick_candidate(table: pd.DataFrame) -> pd.Series:
@@ -333,6 +323,7 @@ class Selection:
 # %% ../nbs/adapt/01_selection.ipynb #cv-results
 def _cv_results(table, comparisons):
     "The table of candidates and the changes on each fold, in the form of GridSearchCV.cv_results_."
+    rows = list(zip(table.method, table.strength))
     times = np.array([[c.fit_seconds.get(name, 0.0) for c in comparisons] for name in table.method])
     results = {
         "mean_fit_time": times.mean(1),
@@ -341,16 +332,14 @@ def _cv_results(table, comparisons):
         "param_strength": table.strength.to_numpy(),
         "mean_gain": table.gain.to_numpy(),
         "gain_bound": table.gain_bound.to_numpy(),
-        "params": [{"method": m, "strength": s} for m, s in zip(table.method, table.strength)],
+        "params": [{"method": method, "strength": strength} for method, strength in rows],
     }
     for which, part in enumerate(("seen", "unseen")):
         for number, comparison in enumerate(comparisons):
             means = {("frozen", 0.0): 0.0}
             for key, change in comparison.changes.items():  # nan for a fold without queries
                 means[key] = 100 * change[which].mean() if len(change[which]) else np.nan
-            results[f"split{number}_{part}_change"] = np.array(
-                [means[key] for key in zip(table.method, table.strength)]
-            )
+            results[f"split{number}_{part}_change"] = np.array([means[row] for row in rows])
         results[f"mean_{part}_change"] = table[part].to_numpy()  # over the queries of all folds
         for end in ("low", "high", "bound"):
             results[f"{part}_change_{end}"] = table[f"{part}_{end}"].to_numpy()
@@ -419,18 +408,13 @@ def select(
     best = pick_candidate(table)
     is_frozen = best.method == "frozen"
     reason = f"no candidate gains within max_unseen_loss={limits['max_unseen_loss']:g}" if is_frozen else best.reason
-    return replace(
-        frozen_selection(reason + note, limits, n_classes),
-        method=best.method,
-        strength=float(best.strength),
-        table=table,
-        config=candidates.get(best.method),
-        cv_results=_cv_results(table, comparisons),
-    )
+    chosen = dict(method=best.method, strength=float(best.strength), config=candidates.get(best.method))
+    result = frozen_selection(reason + note, limits, n_classes)
+    return replace(result, table=table, cv_results=_cv_results(table, comparisons), **chosen)
 
 # %% ../nbs/adapt/01_selection.ipynb #select-adapter
 def select_adapter(
-    x: np.ndarray,  # (n, d) unit embeddings
+    x: Any,  # (n, d) unit embeddings: an array, or `ega.estimator.UnitRows`, of which the compared rows are read
     y: np.ndarray,  # (n,) int labels; rows labelled -1 are not used
     candidates: Sequence = CANDIDATES,  # keys of METHODS, or (name, MethodConfig)
     *,
@@ -444,27 +428,16 @@ def select_adapter(
     device: "torch.device | str | None" = None,  # None: CUDA when there is one
     progress: "FitProgress | None" = None,
 ) -> Selection:
-    """Select an adapter and its strength by leaving classes out.
-
-    Each class is held out once. Every candidate is fitted on the other classes and compared with the frozen
-    embeddings, at every strength, on queries of the fitted and of the held-out classes, in one gallery of both. The
-    gain is the mean of both changes, weighted by `unseen_share`. Selected is the largest gain among the candidates
-    whose held-out classes lose at most `max_unseen_loss`; with none of these, or with fewer than
-    ``max(10, 2 * n_folds)`` classes of two rows, the frozen embeddings.
-    """
+    "Select an adapter and its strength by leaving classes out; the frozen embeddings if no candidate passes."
     limits = dict(max_unseen_loss=max_unseen_loss, unseen_share=unseen_share, confidence=confidence)
     rngs, rows = spawn_rngs(random_state), compared_rows(y, random_state=random_state)
     x, y = x[rows], y[rows]
     resolved = [resolve_candidate(c, random_state=random_state) for c in candidates if c != "frozen"]
     if len(configs := dict(resolved)) < len(resolved):
         raise InputError("candidates must have distinct names; rename the repeated one")
-    for config in configs.values():
-        if config.loss:
-            check_loss(config.loss)  # before the first candidate is trained
     n_classes, needed = int((np.bincount(y, minlength=1) > 1).sum()), max(MIN_CLASSES, 2 * n_folds)
     if not configs:
-        reason = "only the frozen embeddings were named, so nothing was compared"
-        return frozen_selection(reason, limits, n_classes)
+        return frozen_selection("only the frozen embeddings were named, so nothing was compared", limits, n_classes)
     if n_classes < needed:
         reason = f"too few classes: {n_classes} with two rows or more, and {needed} are needed"
         return frozen_selection(reason, limits, n_classes)

@@ -7,13 +7,14 @@ __all__ = ['IMAGE_SUFFIXES', 'DATASETS', 'Source', 'read_image_folder', 'read_im
            'open_input_source', 'patch_torchvision', 'DatasetSpec', 'open_dataset', 'released_class_split']
 
 # %% ../../nbs/data/05_datasets.ipynb #22db6f0c
-import hashlib
+import importlib.resources
 import importlib.util
-import os
+import json
 import re
 import shutil
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -46,10 +47,8 @@ class Source:
         object.__setattr__(self, "y", np.asarray(self.y, np.int64))  # the dataclass is frozen
         missing = [name for name, item in zip(self.ids, self.items) if isinstance(item, Path) and not item.exists()]
         if missing:
-            raise InputError(
-                f"{self.name}: {len(missing)} of {len(self)} files are missing, first {missing[0]}; "
-                "expected all of them: remove the folder and download or unpack it again"
-            )
+            found = f"{len(missing)} of {len(self)} files are missing, first {missing[0]}"
+            raise InputError(f"{self.name}: {found}; remove the folder and download or unpack it again")
 
     def __len__(self) -> int:
         return len(self.items)
@@ -123,9 +122,7 @@ def read_csv_source(path: str | Path) -> Source:
     ids = [name or default for name, default in zip(columns.get("id", empty), default_ids)]
     if kind == "image":
         if outside := [name for name in items if Path(name).is_absolute() or ".." in Path(name).parts]:
-            raise InputError(
-                f"{path}: images must lie in the folder of this file or below, got {outside[0]!r}; move it"
-            )
+            raise InputError(f"{path}: images must lie in its folder or below, got {outside[0]!r}; move them there")
         items = [path.parent / name for name in items]
     return Source(path.stem, items, ids, y, columns.get("split", empty), classes)
 
@@ -141,8 +138,6 @@ def read_clinc(path: str | Path) -> Source:
         order = sorted(content, key=_CLINC_SPLITS.index)
         rows = [(f"{split}_{i:05d}", split, *row) for split in order for i, row in enumerate(content[split])]
         ids, splits, texts, intents = map(list, zip(*rows))
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("not all are texts")
     y, classes = _encode_names(["" if "oos" in split else intent for split, intent in zip(splits, intents)])
     return Source(Path(path).stem, texts, ids, y, splits, classes)
 
@@ -154,12 +149,11 @@ def open_input_source(path: str | Path) -> Source:
     suffix = path.suffix.lower()
     if path.is_dir():
         return read_image_folder(path)
-    if not path.is_file() or suffix not in {*readers, *IMAGE_SUFFIXES}:
-        raise InputError(
-            f"{path}: expected a folder of images, an image, or a file ending in .npz, .csv or .json"
-            + ("" if path.exists() else "; it does not exist")
-        )
-    return readers[suffix](path) if suffix in readers else Source(path.stem, [path], [path.name], np.array([-1]), [""])
+    if suffix in readers:
+        return readers[suffix](path)
+    if suffix in IMAGE_SUFFIXES:
+        return Source(path.stem, [path], [path.name], np.array([-1]), [""])
+    raise InputError(f"{path}: expected a folder of images, an image, or a file ending in .npz, .csv or .json")
 
 # %% ../../nbs/data/05_datasets.ipynb #patch-torchvision
 def patch_torchvision() -> None:
@@ -201,139 +195,112 @@ def _read_torchvision(key, root, splits, download):
     return rows, dataset.classes
 
 # %% ../../nbs/data/05_datasets.ipynb #fetch
-def _fetch(url, path, download, *, md5=None, sha256=None):
-    "Path of a file; downloads it if it is missing."
+# of each set: makers and version, licence; address and sum of its file, or how to get it by hand
+_FACTS = json.loads(importlib.resources.files("ega.data").joinpath("datasets.json").read_text("utf-8"))
+
+
+def _fetch(path, download, url, sha256=None):
+    "Path of a file, which is downloaded if it is missing."
     if not path.exists() and download:
         from torch.hub import download_url_to_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        download_url_to_file(url, str(path), hash_prefix=sha256, progress=sys.stderr.isatty())
-        with open(path, "rb") as f:
-            is_wrong = md5 and hashlib.file_digest(f, "md5").hexdigest() != md5
-        if is_wrong:
-            path.unlink()
-            raise RuntimeError(f"the file at {url} has another MD5 sum than {md5}")
-    if not path.exists():
-        raise FileNotFoundError(f"{path.name} is not in it")
+        download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     return path
 
 
-def _unpack(url, folder, download, *, md5=None):
-    "Path of a folder; downloads and unpacks its archive if it is missing."
+def _unpack(folder, download, url, sha256=None):
+    "Path of a folder, whose archive is downloaded and unpacked if it is missing."
     if not folder.is_dir() and download:
-        archive = _fetch(url, folder.with_name(folder.name + Path(url).suffix), download, md5=md5)
-        part = folder.with_name(f".{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.unpack_archive(archive, part)
-        os.replace(part / folder.name, folder)
-        shutil.rmtree(part)
+        archive = _fetch(folder.with_name(folder.name + Path(url).suffix), download, url, sha256)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as part:
+            shutil.unpack_archive(archive, part)
+            (Path(part) / folder.name).replace(folder)
         archive.unlink()
     return folder
 
 # %% ../../nbs/data/05_datasets.ipynb #read-cub-grocery
-_CUB_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
-_GROCERY_COMMIT = "fc80ba90f803d79d0383df52c5a4ac5de99ff6fc"
-_GROCERY_URL = f"https://github.com/marcusklasson/GroceryStoreDataset/archive/{_GROCERY_COMMIT}.zip"
+def _read_list(path, folder, split, **options):
+    "Rows of a file that lists an image of a folder and its class in each line."
+    listed = pd.read_csv(path, header=None, **options)
+    return [(folder / file, label, split) for file, label in zip(listed[0], listed[1])]
 
 
 def _read_cub(root, splits, download):
     "Caltech-UCSD Birds: lists of images, labels and a flag that is 1 for training."
-    top = _unpack(_CUB_URL, root / "CUB_200_2011", download, md5="97eceeb196236b17998738112f37df78")
+    top = _unpack(root / "CUB_200_2011", download, **_FACTS["cub200"]["file"])
     files, labels, is_train, names = (
         pd.read_csv(top / f"{name}.txt", sep=" ", header=None, index_col=0)[1]
         for name in ("images", "image_class_labels", "train_test_split", "classes")
     )
-    rows = [
-        (top / "images" / file, label - 1, split)
-        for file, label, split in zip(files, labels[files.index], is_train[files.index].map({1: "train", 0: "test"}))
-        if split in splits
-    ]
-    return rows, [name.partition(".")[2] for name in names]
+    table = pd.DataFrame({"file": files, "label": labels - 1, "split": is_train.map({1: "train", 0: "test"})})
+    rows = table[table["split"].isin(splits)].itertuples(index=False)
+    return [(top / "images" / file, label, split) for file, label, split in rows], names.str.partition(".")[2]
 
 
 def _read_grocery(root, splits, download):
     "Grocery Store: for each split a list `path, fine class, coarse class`; class names in classes.csv."
-    top = _unpack(_GROCERY_URL, root / f"GroceryStoreDataset-{_GROCERY_COMMIT}", download) / "dataset"
-    names = pd.read_csv(top / "classes.csv").iloc[:, :2].set_axis(["name", "label"], axis=1)
-    rows = []
-    for split in splits:
-        listed = pd.read_csv(top / f"{split}.txt", header=None, skipinitialspace=True)
-        rows += [(top / file, label, split) for file, label in zip(listed[0], listed[1])]
-    return rows, names.sort_values("label")["name"].tolist()
+    file = _FACTS["grocery"]["file"]
+    top = _unpack(root / f"GroceryStoreDataset-{Path(file['url']).stem}", download, **file) / "dataset"
+    rows = [row for split in splits for row in _read_list(top / f"{split}.txt", top, split, skipinitialspace=True)]
+    names = pd.read_csv(top / "classes.csv").sort_values("Class ID (int)")
+    return rows, names["Class Name (str)"]
 
 # %% ../../nbs/data/05_datasets.ipynb #read-imagenet
-def _name_synsets(folder, ids):
-    "`n01443537 goldfish` for each WordNet id that the list of words in a folder has; else the id."
-    lists = [folder / "words.txt", folder / "LOC_synset_mapping.txt"]
+def _read_class_folders(top, pattern, split):
+    "Rows of the images that match a pattern below a folder; the first folder is the class."
+    return [(file, file.relative_to(top).parts[0], split) for file in sorted(top.glob(pattern)) if _is_image(file)]
+
+
+def _name_synsets(rows, *lists):
+    "Replace a WordNet id in rows by `n01443537 goldfish` where a list of words has it."
     text = "".join(path.read_text() for path in lists if path.is_file())
-    words = dict(re.findall(r"^(n\d+)\s+([^,\n]+)", text, re.MULTILINE))
-    return [f"{name} {words[name].strip()}" if name in words else name for name in ids]
-
-
-def _number_classes(rows):
-    "Replace class names in rows (input, class name, split) by their numbers in alphabetical order; the names."
-    names = sorted({name for _, name, _ in rows})
-    number = {name: i for i, name in enumerate(names)}
-    return [(item, number[name], split) for item, name, split in rows], names
+    words = {name: f"{name} {word.strip()}" for name, word in re.findall(r"^(n\d+)\s+([^,\n]+)", text, re.MULTILINE)}
+    return [(file, words.get(name, name), split) for file, name, split in rows]
 
 
 def _read_tiny_imagenet(root, splits, download):
     "Tiny ImageNet: folders of training images, a list of validation images."
-    url, md5 = "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"
-    top = _unpack(url, root / "tiny-imagenet-200", download, md5=md5)
+    top = _unpack(root / "tiny-imagenet-200", download, **_FACTS["tiny_imagenet"]["file"])
     rows = []
     for split in splits:
         if split == "val":
-            listed = pd.read_csv(top / "val/val_annotations.txt", sep="\t", header=None)
-            rows += [(top / "val/images" / file, synset, split) for file, synset in zip(listed[0], listed[1])]
+            rows += _read_list(top / "val/val_annotations.txt", top / "val/images", split, sep="\t")
         else:
-            files = sorted((top / "train").glob("*/images/*"))
-            rows += [(file, file.parts[-3], split) for file in files]
-    rows, ids = _number_classes(rows)
-    return rows, _name_synsets(top, ids)
+            rows += _read_class_folders(top / "train", "*/images/*", split)
+    return _name_synsets(rows, top / "words.txt"), None
 
 
 def _read_imagenet(root, splits, download):
     "ImageNet-1K in its usual layout: root/train/n01440764/*.JPEG, or the class folders in root itself."
-    rows = []
-    for split in splits:
-        top = root / split if (root / split).is_dir() else root
-        for folder in sorted(top.glob("n[0-9]*")):
-            rows += [(file, folder.name, split) for file in sorted(folder.iterdir()) if _is_image(file)]
+    tops = {split: root / split if (root / split).is_dir() else root for split in splits}
+    rows = [row for split, top in tops.items() for row in _read_class_folders(top, "n[0-9]*/*", split)]
     if not rows:
         raise FileNotFoundError(f"no folders like {' or '.join(splits)}/n01440764 in it")
-    rows, ids = _number_classes(rows)
-    return rows, _name_synsets(root, ids)
+    return _name_synsets(rows, root / "words.txt", root / "LOC_synset_mapping.txt"), None
 
 # %% ../../nbs/data/05_datasets.ipynb #read-texts
-_CLINC_URL = (
-    "https://raw.githubusercontent.com/clinc/oos-eval/828f8093932c8fe6ca7936c3d2e52903b1c523de/data/data_full.json"  # noqa: E501
-)
-_CLINC_SHA256 = "36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0"
-_BANKING_URL = "https://raw.githubusercontent.com/PolyAI-LDN/task-specific-datasets/master/banking_data"
-
-
 def _read_clinc150(root, splits, download):
     "CLINC150: one JSON file."
-    source = read_clinc(_fetch(_CLINC_URL, root / "data_full.json", download, sha256=_CLINC_SHA256))
+    source = read_clinc(_fetch(root / "data_full.json", download, **_FACTS["clinc150"]["file"]))
     rows = zip(source.items, source.y.tolist(), source.split)
     return [row for row in rows if row[2] in splits], source.classes
 
 
 def _read_banking77(root, splits, download):
     "Banking77: for each split a .csv file of text and category."
-    rows = []
+    rows, url = [], _FACTS["banking77"]["file"]["url"]
     for split in splits:
-        path = _fetch(f"{_BANKING_URL}/{split}.csv", root / f"banking77/{split}.csv", download)
-        columns = read_csv_columns(path, "a table of text and category")
-        rows += [(text, name, split) for text, name in zip(columns["text"], columns["category"])]
-    return _number_classes(rows)
+        table = pd.read_csv(_fetch(root / f"banking77/{split}.csv", download, f"{url}/{split}.csv"))
+        rows += [(text, name, split) for text, name in zip(table["text"], table["category"])]
+    return rows, None
 
 # %% ../../nbs/data/05_datasets.ipynb #91e9b771
 class DatasetSpec(NamedTuple):
     "How a public set is read."
 
-    read: Callable  # function of root, splits, download -> list of (input, class number, split); class names
+    # root, splits, download -> list of (input, label, split), class names by label; None: labels are class names
+    read: Callable
     splits: tuple  # names of all splits
     default: tuple  # the splits that are read when none are named
     rows: int | None  # rows of the default splits; None: not known
@@ -357,60 +324,7 @@ DATASETS = {
     "banking77": DatasetSpec(_read_banking77, _BOTH, _BOTH, 13_083),
 }
 
-# %% ../../nbs/data/05_datasets.ipynb #credits
-_NO_LICENCE = "published for research without a formal licence"
-_CIFAR = "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
-_SOURCES = {  # title, authors and version
-    "cifar100": f"CIFAR-100, python version; {_CIFAR}",
-    "cifar10": f"CIFAR-10, python version; {_CIFAR}",
-    "aircraft": "FGVC-Aircraft 2013b, 100 variants; S. Maji et al., arXiv:1306.5151",
-    "food101": "Food-101; L. Bossard, M. Guillaumin, L. Van Gool, ECCV 2014",
-    "pet": "Oxford-IIIT Pet; O. Parkhi et al., CVPR 2012",
-    "imagenet": "ImageNet-1K (ILSVRC 2012); O. Russakovsky et al., IJCV 2015",
-    "cub200": "Caltech-UCSD Birds-200-2011; C. Wah et al., CNS-TR-2011-001",
-    "cars": "Stanford Cars; J. Krause et al., 3dRR-13, 2013",
-    "flowers102": "Oxford 102 Flower; M.-E. Nilsback, A. Zisserman, ICVGIP 2008",
-    "grocery": "GroceryStoreDataset, natural images, 81 fine classes, "
-    "github.com/marcusklasson/GroceryStoreDataset at fc80ba9; M. Klasson, C. Zhang, H. Kjellstrom, WACV 2019",
-    "tiny_imagenet": "Tiny ImageNet, 64 x 64, of Stanford's course CS231n",
-    "clinc150": "CLINC150, the full file, github.com/clinc/oos-eval at 828f809; S. Larson et al., EMNLP-IJCNLP 2019",
-    "banking77": "Banking77, github.com/PolyAI-LDN/task-specific-datasets; I. Casanueva et al., arXiv:2003.04807",
-}
-_LICENCES = {
-    "aircraft": "non-commercial research; the images are their photographers'",
-    "food101": "images of foodspotting.com: scientific fair use",
-    "pet": "CC BY-SA 4.0; the images are their owners'",
-    "imagenet": "ImageNet terms: non-commercial research",
-    "cub200": "non-commercial research and educational use; the images are their photographers'",
-    "cars": "non-commercial research",
-    "grocery": "MIT, copyright (c) 2019 Marcus Klasson",
-    "tiny_imagenet": "ImageNet terms: non-commercial research",
-    "clinc150": "Creative Commons Attribution 3.0",
-    "banking77": "CC BY 4.0",
-}
-
 # %% ../../nbs/data/05_datasets.ipynb #open-dataset
-_BY_HAND = {  # sets that cannot be downloaded
-    "imagenet": "download ILSVRC 2012 from image-net.org after signing in and name the folder that holds train/",
-    "cars": "its original download is gone; github.com/pytorch/vision/issues/7545 says how to set up stanford_cars",
-}
-
-
-def _read_dataset(name, root, splits, download):
-    "All rows of a set; every failure becomes an `InputError` that says where its files belong and how to get them."
-    try:
-        return DATASETS[name].read(root, splits, download and name not in _BY_HAND)
-    except InputError:
-        raise
-    except (*READ_ERRORS, tarfile.TarError) as error:
-        advice = _BY_HAND.get(name, "run this where a network is, or copy the set's files there from such a machine")
-        message = str(error).replace(" You can use download=True to download it", "")[:160]
-        raise InputError(
-            f"{name}: expected its files in {root} or a way to download them, "
-            f"got {type(error).__name__} ({message}); {advice}"
-        ) from error
-
-
 def open_dataset(
     name: str,  # a key of DATASETS, also as "CIFAR-100" or "tiny-imagenet"
     root: str | Path = "build/datasets",  # folder of downloads; for imagenet the folder that holds train/
@@ -423,33 +337,38 @@ def open_dataset(
 ) -> Source:
     "Open a public data set by its name."
     spelled = {key.replace("_", ""): key for key in DATASETS}
-    key, root = spelled.get(name.lower().replace("-", "").replace("_", "")), Path(root)
+    key, root = spelled.get(re.sub("[-_]", "", name.lower())), Path(root)
     if key is None:
         raise InputError(f"data set must be one of {', '.join(DATASETS)}, got {name!r}; of a folder give the path")
-    spec = DATASETS[key]
+    spec, facts = DATASETS[key], _FACTS[key]
     splits = tuple(splits or spec.default)
     if not set(splits) <= set(spec.splits):
         raise InputError(f"{key} has the splits {', '.join(spec.splits)}, got {', '.join(splits)}")
-    rows, classes = _read_dataset(key, root, splits, download)
+    advice = facts.get("by_hand", "run this where a network is, or copy the set's files there from such a machine")
+    try:
+        rows, classes = spec.read(root, splits, download and "by_hand" not in facts)
+    except (*READ_ERRORS, tarfile.TarError) as error:
+        found = f"{type(error).__name__} ({str(error).partition(' You can use download=True')[0]:.160})"
+        raise InputError(f"{key}: expected its files in {root} or a download, got {found}; {advice}") from error
     if check_rows and splits == spec.default and spec.rows not in (None, len(rows)):
-        raise InputError(
-            f"{key}: expected {spec.rows} rows in {', '.join(splits)}, found {len(rows)}; "
-            f"remove its files from {root} and download them again"
-        )
-    items, y, split = map(list, zip(*rows))
-    ids = [
-        item.relative_to(root).as_posix() if isinstance(item, Path) else f"{split[i]}_{i:05d}"
-        for i, item in enumerate(items)
+        raise InputError(f"{key}: expected {spec.rows} rows, got {len(rows)}; remove its files in {root} and try again")
+    table = pd.DataFrame.from_records(rows, columns=["item", "label", "split"])
+    if classes is None:
+        table["label"], classes = pd.factorize(table["label"], sort=True)
+    table["id"] = [
+        item.relative_to(root).as_posix() if isinstance(item, Path) else f"{split}_{i:05d}"
+        for i, (item, split) in enumerate(zip(table["item"], table["split"]))
     ]
-    per_class, notes = per_class or spec.per_class, f"splits {', '.join(splits)}"
-    if per_class:
+    notes = f"splits {', '.join(splits)}"
+    if n_kept := per_class or spec.per_class:
         rng = np.random.default_rng(seed)
-        keep = np.sort(np.concatenate([rng.permutation(rows)[:per_class] for rows in rows_by_class(y)]))
-        items, ids, y, split = ([values[i] for i in keep] for values in (items, ids, y, split))
-        notes += f"; {per_class} rows per class by seed {seed}"
+        kept = [rng.permutation(of_class)[:n_kept] for of_class in rows_by_class(table["label"])]
+        table = table.iloc[np.sort(np.concatenate(kept))]
+        notes += f"; {n_kept} rows per class by seed {seed}"
     set_name = key if splits == spec.default else f"{key}_{'_'.join(splits)}"
-    meta = {"source": _SOURCES[key], "licence": _LICENCES.get(key, _NO_LICENCE), "notes": notes}
-    return Source(set_name, items, ids, np.array(y), split, tuple(classes), meta)
+    items, ids, y, split = (table[name].tolist() for name in ("item", "id", "label", "split"))
+    meta = {"source": facts["source"], "licence": facts["licence"], "notes": notes}
+    return Source(set_name, items, ids, y, split, tuple(classes), meta)
 
 # %% ../../nbs/data/05_datasets.ipynb #released-class-split
 def released_class_split(y: np.ndarray, *, seed: int = 42) -> ClassSplit:

@@ -97,12 +97,8 @@ def _load_shard(path, n):
     return shard if fits else None
 
 # %% ../../nbs/data/07_embed.ipynb #shard-folder
-def _open_shard_folder(
-    out,  # path of the pack to be written
-    plan,  # dict: what the shards depend on
-    overwrite,  # remove an existing pack and shards of a different plan
-):  # folder of shards
-    "Make or find the folder of the shards of this plan. Raises `InputError` when there is something else."
+def _open_shard_folder(out, plan, overwrite):
+    "Make or find the folder of the shards of a plan, beside the pack to be written."
     folder = out.with_name(out.name + ".shards")
     if out.exists() and not overwrite:
         if folder.is_dir() and all(p.stat().st_mtime_ns <= out.stat().st_mtime_ns for p in folder.iterdir()):
@@ -116,10 +112,8 @@ def _open_shard_folder(
         return folder
     if any(folder.glob("*.npz")) and not overwrite:
         changed = ", ".join(key for key in plan if found.get(key) != plan[key])
-        raise InputError(
-            f"{folder} holds shards of a run with a different {changed}; "
-            "repeat that run to finish it, or pass overwrite=True to delete them"
-        )
+        advice = "repeat that run to finish it, or pass overwrite=True to delete them"
+        raise InputError(f"{folder} holds shards of a run with a different {changed}; {advice}")
     shutil.rmtree(folder, ignore_errors=True)
     with atomic_write(folder / "plan.json") as temporary:
         temporary.write_text(json.dumps(plan, indent=1))
@@ -160,26 +154,22 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
 # %% ../../nbs/data/07_embed.ipynb #to-embedding-set
 def _to_embedding_set(source, encoder, shards):
     "The `EmbeddingSet` of all shards; its notes list what was left out."
-    reasons = np.concatenate([shard.reasons for shard in shards])
-    kept = reasons == ""
-    lost = [name for name, is_kept in zip(source.ids, kept) if not is_kept]
+    kept = np.concatenate([shard.reasons for shard in shards]) == ""
+    ids, split = np.array(source.ids), np.array(source.split)
     notes = [source.meta.get("notes", ""), f"weights sha256 {encoder.weights[:16]}"]
     precision = getattr(encoder, "precision", "float32")
     if precision != "float32":
         notes.append(f"computed in {precision}")
-    if lost:
+    if lost := ids[~kept].tolist():
         notes.append(f"left out {len(lost)} of {len(source)} inputs: {', '.join(lost[:20])}")
-    meta = {
-        "source": source.meta.get("source", ""),
-        "licence": source.meta.get("licence", ""),
+    meta = source.meta | {
         "set": source.name,
         "encoder": encoder.name,
         "preprocessing": encoder.preprocessing,
-        "notes": "; ".join(note for note in notes if note),
+        "notes": "; ".join(filter(None, notes)),
     }
     x = np.concatenate([shard.x for shard in shards if len(shard.x)])
-    ids, split = np.array(source.ids)[kept], np.array(source.split)[kept]
-    return EmbeddingSet(x, source.y[kept], ids, split, source.classes, meta)
+    return EmbeddingSet(x, source.y[kept], ids[kept], split[kept], source.classes, meta)
 
 # %% ../../nbs/data/07_embed.ipynb #embed-result
 class EmbedResult(NamedTuple):
@@ -205,15 +195,10 @@ def embed(
     progress: bool = True,  # show a bar with rate and remaining time
 ) -> EmbedResult:
     "Encode images or texts into a pack of unit vectors; an interrupted call resumes."
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     source = open_input_source(source) if isinstance(source, (str, Path)) else source
     encoder = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
     if source.modality != encoder.modality:
-        raise InputError(
-            f"encoder {encoder.name} takes {encoder.modality}s, but {source.name} holds {source.modality}s; "
-            "choose another encoder"
-        )
+        raise InputError(f"expected {encoder.modality}s for {encoder.name}, got {source.modality}s in {source.name}")
     if len(set(source.ids)) < len(source):
         raise InputError(f"the ids of {source.name} must be unique; drop the column 'id' to use row numbers")
     if batch_size is None:
@@ -236,14 +221,10 @@ def embed(
         first = len(shards) * shard_rows
         skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard.reasons) if reason}
         shards.append(shard)
-        if skipped and on_error == "raise":
+        if skipped and (on_error != "skip" or len(skipped) == len(source)):
             name, reason = next(iter(skipped.items()))
-            raise InputError(
-                f"{name} cannot be encoded ({reason}); repair it, or pass on_error='skip' (--on-error skip)"
-            )
-    if len(skipped) == len(source):
-        name, reason = next(iter(skipped.items()))
-        raise InputError(f"none of the {len(source)} inputs of {source.name} could be encoded, first {name} ({reason})")
+            found = f"{len(skipped)} of {len(source)} inputs cannot be encoded, first {name} ({reason})"
+            raise InputError(f"{source.name}: {found}; repair them, or pass on_error='skip' (--on-error skip)")
     embeddings = _to_embedding_set(source, encoder, shards)
     write_pack(embeddings, path, dtype=dtype)
     shutil.rmtree(folder)

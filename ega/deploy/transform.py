@@ -18,18 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..data.arrays import InputError, import_optional
-from ..data.files import file_lock, read_json, read_npy_comment
-from ..data.packs import _hash_all_but_matrix, dequantize, open_parquet, quantize, read_parquet
+from ..data.files import file_lock, read_npy_comment, reading
+from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize, read_parquet
 from ..data.runtime import defer_sigint, limit_threads, pick_device, usable_cores
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
-from ..method.adapters import adapter_fingerprint
+from ..method.adapters import adapter_fingerprint, transform
 from ..method.interface import as_module
 
 # %% ../../nbs/deploy/01_transform.ipynb #options
@@ -89,69 +88,58 @@ def _atomic_replace(path):
     temporary.unlink(missing_ok=True)  # writing to a link would overwrite another file
     try:
         yield temporary
-    except BaseException:
+        with open(temporary, "rb+") as f:
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    with open(temporary, "rb+") as f:
-        os.fsync(f.fileno())
-    temporary.replace(path)
 
 
-def _write_progress(path, provenance, rows):
+def _write_progress(target, provenance, rows):
     "Record the number of rows on disk."
-    with _atomic_replace(path) as temporary:
+    with _atomic_replace(progress_file(target)) as temporary:
         temporary.write_text(json.dumps({"rows": rows, "provenance": provenance}))
 
 
 def _start(target, provenance):
     "Rows on disk from an earlier run of the same provenance; writes the progress file where there was none."
-    part, path = _part_file(target), progress_file(target)
-    if part.is_symlink() or path.is_symlink():
-        raise InputError(f"{part} or {path.name} is a symbolic link; remove it")
-    rows = 0
-    if path.exists():
-        again = f"delete {part.name} and {path.name} to start again"
-        found = read_json(path, "the progress file of an earlier run", hint=again)
-        rows, earlier = found.get("rows"), found.get("provenance")
-        if type(rows) is not int or not 0 <= rows <= provenance["rows"] or not isinstance(earlier, dict):
-            raise InputError(f"{path}: expected the progress file of an earlier run; {again}")
-        if differing := [key for key in provenance if earlier.get(key) != provenance[key]]:
-            raise InputError(
-                f"{part} was started with another {' and '.join(differing)}; repeat that call to finish it, choose "
-                f"another target, or {again}"
-            )
-    for p in (target, part):
-        is_mine = path.exists() and (p == part or rows == provenance["rows"])
-        if p.exists() and not is_mine:
-            raise InputError(f"{p} exists already; remove it or choose another target")
-    if not path.exists():
+    part, progress, rows = _part_file(target), progress_file(target), 0
+    if resumes := progress.exists():
+        again = f"repeat that call to finish it, or delete {part.name} and {progress.name} to start again"
+        with reading(progress, "the progress file of an earlier run", hint=again):
+            found = json.loads(progress.read_text())
+            rows = int(found["rows"])
+            differing = [key for key in provenance if found["provenance"][key] != provenance[key]]
+        if differing:
+            raise InputError(f"{part} was started with another {' and '.join(differing)}; {again}")
+    for path in (target, part):
+        is_mine = resumes and not path.is_symlink() and (path == part or rows == provenance["rows"])
+        if os.path.lexists(path) and not is_mine:
+            raise InputError(f"{path} exists already; remove it or choose another target")
+    if not resumes:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_progress(path, provenance, 0)
+        _write_progress(target, provenance, 0)
     return rows
 
 # %% ../../nbs/deploy/01_transform.ipynb #overlap
 def _overlap(blocks, start_compute, write, check_interrupt):
     "Read one block, compute one and write one at the same time; Ctrl-C is handled between blocks."
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        reading, writing = reader.submit(next, blocks, None), None
+        reading, writing = reader.submit(next, blocks, None), writer.submit(int)
         while (block := reading.result()) is not None:
             check_interrupt()
             reading = reader.submit(next, blocks, None)
             outputs = start_compute(block)
-            if writing:
-                writing.result()
-            writing = writer.submit(write, outputs)
-        if writing:
             writing.result()
+            writing = writer.submit(write, outputs)
+        writing.result()
 
 
-def _transform_batch(adapter, device, precision, x):
-    "Transform one batch of unit rows as `ega.method.adapters.transform` does."
-    weight = next(adapter.parameters(), torch.empty(0))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
-    with torch.inference_mode(), autocast:
-        x = torch.tensor(x, dtype=weight.dtype, device=device)
-        return adapter(x).float().cpu().numpy()
+def _transform_batch(adapter, precision, x):
+    "Transform one batch of unit rows."
+    device = next(adapter.parameters(), torch.empty(0)).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        return transform(adapter, x, batch_size=len(x), device=device)
 
 
 def _adapter_note(adapter, provenance):
@@ -180,20 +168,18 @@ def _truncate_part(f, header, n_bytes):
     f.seek(end)
 
 # %% ../../nbs/deploy/01_transform.ipynb #compute-rows
-def _compute_rows(adapter, matrix, target, provenance, done, options, advance):
+def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
     "Compute the rows that are missing behind the first `done` and append them to the part file, a .npy file."
     dtype, d, batch_size = np.dtype(options.dtype), adapter.d, options.batch_size
-    device = pick_device(options.device)
-    threads = 1 if device.type == "cuda" else options.threads or usable_cores()
+    threads = 1 if pick_device(options.device).type == "cuda" else options.threads or usable_cores()
     batches_per_block = max(threads, BLOCK_BYTES // (4 * d * batch_size))  # whole batches, counted from row 0
-    transform_batch = partial(_transform_batch, adapter, device, options.precision)
     earlier_note = read_npy_comment(matrix.path) if matrix.path.suffix == ".npy" else ""
     note = "; ".join(filter(None, [earlier_note, _adapter_note(adapter, provenance)]))
     header = _npy_header(matrix.n, d, dtype, note)
 
     def start_compute(x):
         batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
-        return len(x), pool.map(transform_batch, batches)
+        return len(x), pool.map(partial(_transform_batch, adapter, options.precision), batches)
 
     def write(computed):
         nonlocal done
@@ -203,8 +189,8 @@ def _compute_rows(adapter, matrix, target, provenance, done, options, advance):
         f.flush()
         os.fsync(f.fileno())
         done += n
-        _write_progress(progress_file(target), provenance, done)
-        advance(n)
+        _write_progress(target, provenance, done)
+        bar.update(n)
 
     one_core = dict(initializer=torch.set_num_threads, initargs=(1,))  # of each thread; and of MKL in all threads:
     with limit_threads(most=1), defer_sigint() as check_interrupt, open(_part_file(target), "r+b") as f:
@@ -222,7 +208,7 @@ def _pack_hashes(path, metadata, shape, blocks):
     t = read_parquet(path, ["id", "split", "label"])
     metadata = metadata | {"sha256": matrix.hexdigest()}
     ids, splits = t["id"].to_pylist(), t["split"].to_pylist()
-    return metadata["sha256"], _hash_all_but_matrix(ids, t["label"].to_numpy(), splits, metadata)
+    return metadata["sha256"], hash_all_but_matrix(ids, t["label"].to_numpy(), splits, metadata)
 
 
 def _target_schema(matrix, adapter, provenance, options, part):
@@ -271,7 +257,12 @@ def _write_parquet(matrix, adapter, target, provenance, options):
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
 # %% ../../nbs/deploy/01_transform.ipynb #transform-one
-def _transform_one(adapter, matrix, target, options, advance):
+def _show_earlier(bar, n):
+    "Show rows that an earlier run has written; they do not count in the rate."
+    bar.initial = bar.last_print_n = bar.n = bar.n + n
+
+
+def _transform_one(adapter, matrix, target, options, bar):
     "Transform one file, or resume it; returns the rows that an earlier run had written."
     part, progress = _part_file(target), progress_file(target)
     provenance = _provenance(adapter, [matrix.path], matrix.n, options)
@@ -280,20 +271,17 @@ def _transform_one(adapter, matrix, target, options, advance):
         if found != (matrix.pack["sha256"], matrix.pack["sha256_rest"]):
             raise InputError(f"{matrix.path}: this pack was changed after writing; copy or embed it again")
     done = _start(target, provenance)
-    advance(done, resumed=True)
+    _show_earlier(bar, done)
     if not target.exists():
         part.touch()
         with file_lock(part):
             try:
-                _compute_rows(adapter, matrix, target, provenance, done, options, advance)
+                _compute_rows(adapter, matrix, target, provenance, done, options, bar)
             except InputError:  # a row of the source is bad
                 if not json.loads(progress.read_text())["rows"]:
                     part.unlink()
                     progress.unlink()
                 raise
-            except OSError as error:
-                message = f"{error.strerror}; the rows written so far are kept: repeat the call to resume"
-                raise OSError(error.errno, message, str(part)) from error
             if target.suffix == ".npy":
                 part.replace(target)
             else:
@@ -303,21 +291,19 @@ def _transform_one(adapter, matrix, target, options, advance):
     return done
 
 
-def _transform_shard(adapter, matrix, target, options, advance):
+def _transform_shard(adapter, matrix, target, options, bar):
     "Transform one file of a folder unless it is complete; returns the rows that an earlier run had written."
     if not target.exists() or progress_file(target).exists():
-        return _transform_one(adapter, matrix, target, options, advance)
-    advance(matrix.n, resumed=True)
+        return _transform_one(adapter, matrix, target, options, bar)
+    _show_earlier(bar, matrix.n)
     return matrix.n
 
 
 def _transform_folder(adapter, shards, target, options, transform_all):
     "Transform the files of a folder into `<target>.part`; returns the rows that an earlier run had written."
-    part, progress = _part_file(target), progress_file(target)
-    n_rows = sum(shard.n for shard in shards)
-    provenance = _provenance(adapter, [shard.path for shard in shards], n_rows, options)
+    part, resumed = _part_file(target), sum(shard.n for shard in shards)
+    provenance = _provenance(adapter, [shard.path for shard in shards], resumed, options)
     _start(target, provenance)
-    resumed = n_rows
     if not target.exists():
         part.mkdir(exist_ok=True)
         try:
@@ -325,27 +311,26 @@ def _transform_folder(adapter, shards, target, options, transform_all):
         except InputError:
             if not any(part.iterdir()):
                 part.rmdir()
-                progress.unlink()
+                progress_file(target).unlink()
             raise
-        _write_progress(progress, provenance, n_rows)
+        _write_progress(target, provenance, provenance["rows"])
         part.replace(target)
-    progress.unlink()
+    progress_file(target).unlink()
     return resumed
 
 # %% ../../nbs/deploy/01_transform.ipynb #transform-file-2
 def _prepare(adapter, source, target, options):
-    "The adapter in eval mode on its device, and the files of the source, after a check of all arguments."
+    "The adapter in eval mode on its device, and the files of the source."
     if options.dtype not in ("float32", "float16") or options.precision not in ("float32", "bfloat16"):
         raise InputError("expected dtype float32 or float16, and precision float32 or bfloat16")
     one_file = not source.is_dir()
     files = [source] if one_file else sorted(f for f in source.iterdir() if f.name[0] not in "._")  # skips _SUCCESS
     if not files or any(f.suffix not in (".npy", ".parquet") for f in files):
         raise InputError(f"{source}: expected a .npy or .parquet file, or a folder of nothing else")
-    if one_file and source.suffix != target.suffix:
-        raise InputError(f"target must end in {source.suffix}, as the source does, got {target.name}")
     inner, outer = target.resolve(), source.resolve()
-    if inner == outer or inner in outer.parents or outer in inner.parents:
-        raise InputError(f"target must lie outside of the source, got {target}; choose another")
+    is_apart = inner != outer and inner not in outer.parents and outer not in inner.parents
+    if not is_apart or one_file and source.suffix != target.suffix:
+        raise InputError(f"{target}: expected a target outside of {source.name} and of the same kind; choose another")
     module = copy.deepcopy(as_module(adapter)).to(pick_device(options.device)).eval()
     shards = [read_matrix(f, module.d, options.column if one_file or f.suffix == ".parquet" else None) for f in files]
     for shard in shards:
@@ -353,20 +338,11 @@ def _prepare(adapter, source, target, options):
     return module, shards
 
 
-@contextmanager
-def progress_bar(total: int | None, show: bool = True, text: str | None = None) -> Iterator[Any]:
-    "Show a progress bar over rows while a `with` block runs, which gets a function of the number of rows written."
+def progress_bar(total: int | None, show: bool = True, text: str | None = None) -> Any:
+    "A bar of tqdm over rows, for a `with` block."
     from tqdm import tqdm
 
-    options = dict(desc=text, unit="row", unit_scale=True, dynamic_ncols=True, disable=not show)
-    with tqdm(total=total, **options) as bar:
-
-        def advance(n, resumed=False):
-            if resumed and show:
-                bar.initial += n  # rows of an earlier run do not count in the rate
-            bar.update(n)
-
-        yield advance
+    return tqdm(total=total, desc=text, unit="row", unit_scale=True, dynamic_ncols=True, disable=not show)
 
 
 def transform_file(
@@ -388,25 +364,24 @@ def transform_file(
     threads. Columns other than the vectors are copied. The target records the adapter, and a source that records one
     is refused. If writing fails, the rows written so far are kept.
     """
-    started = time.monotonic()
+    started, source, target = time.monotonic(), Path(source), Path(target)
     options = _Options(column, batch_size, dtype, precision, threads, device)
-    source, target = Path(source), Path(target)
     module, shards = _prepare(adapter, source, target, options)
     n_rows = sum(shard.n for shard in shards)
-    with progress_bar(n_rows, progress) as advance:
+    with progress_bar(n_rows, progress) as bar:
 
         def transform_all(folder):
-            return sum(_transform_shard(module, s, folder / s.path.name, options, advance) for s in shards)
+            return sum(_transform_shard(module, s, folder / s.path.name, options, bar) for s in shards)
 
         if source.is_dir():
             resumed = _transform_folder(module, shards, target, options, transform_all)
         else:
-            resumed = _transform_one(module, shards[0], target, options, advance)
+            resumed = _transform_one(module, shards[0], target, options, bar)
     return TransformResult(n_rows, time.monotonic() - started, resumed, target)
 
 # %% ../../nbs/deploy/01_transform.ipynb #cluster
 @contextmanager
-def ray_cluster(address: str | None) -> Iterator[ModuleType]:
+def ray_cluster(address: str | None) -> Iterator[Any]:
     "Connect to a Ray cluster; None: the one that is connected, or a local one for this block. Gives the module `ray`."
     ray = import_optional("ray", "ray")
     connect = not ray.is_initialized()
@@ -421,10 +396,10 @@ def ray_cluster(address: str | None) -> Iterator[ModuleType]:
 
 def _ray_transform_shard(row, adapter, options):
     "Transform one file of a folder in a Ray task."
-    source, target = Path(row["source"]), Path(row["target"])
-    module, shards = _prepare(adapter, source, target, options)
-    with progress_bar(None, False) as advance:
-        return {"resumed_rows": _transform_shard(module, shards[0], target, options, advance)}
+    target = Path(row["target"])
+    module, (shard,) = _prepare(adapter, Path(row["source"]), target, options)
+    with progress_bar(None, show=False) as bar:
+        return {"resumed_rows": _transform_shard(module, shard, target, options, bar)}
 
 
 def transform_ray(
@@ -438,9 +413,8 @@ def transform_ray(
     **options: Any,  # column, batch_size, dtype, precision and device, as in transform_file
 ) -> TransformResult:
     "Transform a folder as `transform_file` does, one file per task, on all machines of a Ray cluster."
-    started = time.monotonic()
+    started, source, target = time.monotonic(), Path(source), Path(target)
     settings = _Options(threads=threads, **options)
-    source, target = Path(source), Path(target)
     if not source.is_dir():
         raise InputError(f"{source}: expected a folder of .npy and .parquet files; use transform_file for one file")
     module, shards = _prepare(adapter, source, target, settings)

@@ -6,11 +6,10 @@
 __all__ = ['AdaptedEmbeddings', 'AdaptedEmbedding', 'AdaptedEmbeddingFunction', 'open_collection']
 
 # %% ../../nbs/deploy/04_wrappers.ipynb #0123ab04
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-# %% ../../nbs/deploy/04_wrappers.ipynb #0123ab05
-from contextlib import suppress
 
 from ..data.arrays import InputError, import_optional, optional_class
 from ..method.interface import as_adapter
@@ -107,26 +106,22 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
         *,
         fingerprint: str | None = None,  # that it must have; it is read when the first text is embedded
     ):
-        self.function, self.adapter, self.fingerprint = function, str(Path(adapter).resolve()), fingerprint
-        self._read: Any = None
-        if fingerprint is None:
-            self.fingerprint = as_adapter(self.adapter).fingerprint
+        self.function, self.adapter = function, str(Path(adapter).resolve())
+        self.fingerprint = fingerprint or as_adapter(self.adapter).fingerprint
 
+    @cached_property
     def _adapter(self):
-        "The adapter, read when it is first needed."
-        if self._read is None:
-            adapter = as_adapter(self.adapter)
-            _check_same_adapter(self.fingerprint, adapter.fingerprint)
-            self._read = adapter
-        return self._read
+        adapter = as_adapter(self.adapter)
+        _check_same_adapter(self.fingerprint, adapter.fingerprint)
+        return adapter
 
     def __call__(self, input: Any) -> Any:
         "Embed documents and adapt their embeddings."
-        return list(self._adapter().documents.transform(self.function(input)))
+        return list(self._adapter.documents.transform(self.function(input)))
 
     def embed_query(self, input: Any) -> Any:
         "Embed queries and adapt their embeddings."
-        return list(self._adapter().queries.transform(self.function.embed_query(input)))
+        return list(self._adapter.queries.transform(self.function.embed_query(input)))
 
     @staticmethod
     def name() -> str:
@@ -155,10 +150,8 @@ class AdaptedEmbeddingFunction(_EmbeddingFunction):
 def _check_same_adapter(filled_with, fingerprint):
     "Refuse another adapter than the one a collection was filled with."
     if filled_with != fingerprint:
-        raise InputError(
-            f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}; use the "
-            "former adapter, or fill a new collection: vectors of different adapters cannot be compared"
-        )
+        expected = f"the collection was filled with the adapter {str(filled_with)[:12]}, got {fingerprint[:12]}"
+        raise InputError(f"{expected}; use the former adapter, or fill a new collection")
 
 
 with suppress(ImportError):
@@ -170,10 +163,9 @@ def open_collection(client: Any, name: str, function: AdaptedEmbeddingFunction) 
     "Open an existing collection of Chroma, and raise `InputError` if it was filled with another adapter."
     stored = client.get_collection(name).configuration_json.get("embedding_function") or {}
     if stored.get("name") not in (None, AdaptedEmbeddingFunction.name()):
-        raise InputError(
-            f"the collection {name!r} was filled with {stored['name']!r}, without an adapter; fill a new one, or, if "
-            "the adapter changes queries alone, search it with query_embeddings=function.embed_query(texts)"
-        )
+        filled_with = f"the collection {name!r} was filled with {stored['name']!r}, without an adapter"
+        advice = "fill a new one, or search it with query_embeddings if the adapter changes queries alone"
+        raise InputError(f"{filled_with}; {advice}")
     if "config" in stored:
         _check_same_adapter(stored["config"].get("fingerprint"), function.fingerprint)
     return client.get_collection(name, embedding_function=function)

@@ -134,17 +134,3 @@ def test_a_function_without_configuration_is_given_again(tmp_path):
         client.create_collection("lengths", embedding_function=function).add(ids=["a"], documents=["a"])
         found = open_collection(client, "lengths", function).query(query_texts=["ab"], n_results=1)
     assert found["ids"] == [["a"]]
-
-
-def test_an_empty_collection_finds_nothing(tmp_path):
-    function = AdaptedEmbeddingFunction(Stored(), saved(tmp_path / "adapter", "two"))
-    client = chromadb.EphemeralClient(settings())
-    collection = client.create_collection(f"empty-{tmp_path.name}", embedding_function=function)
-    assert collection.query(query_texts=["1"], n_results=3)["ids"] == [[]]
-
-
-def test_another_width_is_refused(tmp_path):
-    function = AdaptedEmbeddingFunction(Plain(), save_adapter(LinearAdapter(3), tmp_path / "a.safetensors"))
-    for call in (function, function.embed_query):
-        with pytest.raises(InputError):
-            call(["a text"])

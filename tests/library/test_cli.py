@@ -367,7 +367,7 @@ WRONG = {  # arguments: a word of the message
     "transform a.safetensors x.npy -o z.parquet": ".npy",
     "transform a.safetensors y.csv -o z.csv": ".csv",
     "migrate a.safetensors x.npy --vectors x.npy": "x.npy",
-    "migrate a.safetensors t.lance --vectors x.npy": "t.lance",
+    "migrate a.safetensors t.lance --vectors x.npy": "was not found",
     "migrate a.safetensors fitted --vectors x.npy": "fitted",
     "migrate a.safetensors other": "other",
     "migrate a.safetensors versions --collection=": "empty",

@@ -40,13 +40,6 @@ def test_every_parameter_is_documented(name):
         assert re.search(rf"^{section}\n-+$", inspect.getdoc(where), re.M), f"{name} has no section {section}"
 
 
-def test_an_undocumented_parameter_is_named():
-    def add(x, y): ...
-
-    assert undocumented(add, "Add.\n\nParameters\n----------\nx : int\n    One number.\n") == ["y"]
-    assert undocumented(add, "Add.\n\nParameters\n----------\nx, y : int\n    Numbers.\n") == []
-
-
 @pytest.mark.parametrize("name", sorted({*NAMES, *TOP}))
 def test_examples_run(name, tmp_path, monkeypatch):
     if package := api.NEEDS.get(name):

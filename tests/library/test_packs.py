@@ -17,8 +17,8 @@ from ega.data.packs import (
     PACK_DTYPES,
     EmbeddingSet,
     Split,
-    _hash_all_but_matrix,
     dequantize,
+    hash_all_but_matrix,
     path_of_pack,
     quantize,
     read_pack,
@@ -148,7 +148,7 @@ def test_pack_of_another_writer_is_scaled_to_unit_rows(pack, tmp_path):
     scale = table["scale"].to_numpy() * np.float32(7)
     code = table["code"].combine_chunks().flatten().to_numpy().reshape(len(es), -1)
     meta = dict(es.meta) | {"sha256": ega.data.packs.hash_arrays(dequantize(code, scale))}
-    meta["sha256_rest"] = _hash_all_but_matrix(es.ids.tolist(), es.y, es.split.tolist(), meta)
+    meta["sha256_rest"] = hash_all_but_matrix(es.ids.tolist(), es.y, es.split.tolist(), meta)
     table = table.set_column(3, table.schema.field("scale"), pa.array(scale))
     pq.write_table(with_metadata(table, meta), tmp_path / "foreign.parquet")
     assert np.abs(read_pack(tmp_path / "foreign.parquet").x - es.x).max() < 1e-6

@@ -23,7 +23,7 @@ from ega.deploy import transform as transform_module
 from ega.deploy.transform import transform_file, transform_ray
 from ega.experiments.grids import ResultStore, run_grid_ray
 from ega.experiments.runs import build_config, run_experiment
-from ega.method.adapters import LinearAdapter, LoRAAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
+from ega.method.adapters import LinearAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 
 D = 16
 
@@ -187,15 +187,6 @@ def test_affine_adapter_adapts_files_as_in_float64(tmp_path, small_blocks):
             assert np.abs(vectors(tmp_path / f"{i}.{kind}") - z).max() < 1e-6
 
 
-def test_a_module_a_file_and_a_matrix_are_applied_and_not_changed(tmp_path):
-    save(unit_rows(9).astype(">f4"), tmp_path / "x.npy")
-    f = LoRAAdapter(D, rank=2, gen=torch.Generator()).train()
-    for name, adapter in (("a", f), ("b", str(save_adapter(f, tmp_path / "f"))), ("c", f.as_matrix().numpy())):
-        run(adapter, tmp_path / "x.npy", tmp_path / f"{name}.npy")
-    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes() and f.training
-    assert np.abs(np.load(tmp_path / "a.npy") - np.load(tmp_path / "c.npy")).max() < 1e-6
-
-
 def test_bfloat16_is_close_to_float32_and_not_the_default(tmp_path):
     x = unit_rows(300)
     save(x, tmp_path / "x.npy")
@@ -204,13 +195,6 @@ def test_bfloat16_is_close_to_float32_and_not_the_default(tmp_path):
     off = 1 - (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     assert 1e-9 < off.max() < 2**-13  # eight bits in the branch, not in the sum and its norm
     assert np.abs(np.linalg.norm(b, axis=1) - 1).max() < 1e-6 and np.array_equal(a, expected(x))
-
-
-def test_rows_of_any_norm_are_brought_to_norm_1(tmp_path, small_blocks):
-    x = unit_rows(500) * np.random.default_rng(3).uniform(1e-30, 1e30, (500, 1))
-    save(x, tmp_path / "x.npy")
-    run(F, tmp_path / "x.npy", tmp_path / "z.npy")
-    assert np.array_equal(np.load(tmp_path / "z.npy"), expected(normalize(x)))
 
 
 def test_a_file_records_the_adapter_of_its_vectors(tmp_path):
@@ -293,8 +277,8 @@ def interrupted(tmp_path, small_blocks, monkeypatch):
 
     original = transform_module._write_progress
 
-    def write_progress(path, provenance, rows):
-        original(path, provenance, rows)
+    def write_progress(target, provenance, rows):
+        original(target, provenance, rows)
         if rows >= 400:
             raise Stop
 
@@ -320,27 +304,25 @@ def test_other_inputs_do_not_continue_a_run(tmp_path, interrupted):
 def test_a_damaged_progress_or_part_file_is_refused(tmp_path, interrupted):
     progress, part = tmp_path / "z.npy.part.json", tmp_path / "z.npy.part"
     valid, rows = progress.read_bytes(), part.read_bytes()
-    wrong = [(progress, text) for text in (b"", b"[]", b'{"rows": "7", "provenance": {}}', b'{"rows": 7}')]
-    wrong += [(part, damaged) for damaged in (rows[:500], rows.replace(b"adapted by", b"ADAPTED BY"), b"")]
+    wrong = [(progress, text) for text in (b"", b"[]", b'{"rows": 7}')]
+    wrong += [(part, damaged) for damaged in (rows[:500], rows.replace(b"adapted by", b"ADAPTED BY"))]
     for path, content in wrong:
         path.write_bytes(content)
         with pytest.raises(InputError):
             run(F, *interrupted)
         progress.write_bytes(valid)
     part.write_bytes(rows + b"incomplete block")
-    done = run(F, *interrupted)
-    assert done.resumed_rows == json.loads(valid)["rows"]
+    assert run(F, *interrupted).resumed_rows == json.loads(valid)["rows"]
     assert np.array_equal(np.load(interrupted[1]), expected(unit_rows(1000)))
 
 
 def test_existing_files_are_not_overwritten(tmp_path, interrupted):
     source, target = interrupted
     target.write_text("mine")
-    save(unit_rows(9), tmp_path / "few.npy")
     (tmp_path / "other.npy.part").write_text("mine")
-    for x, z in ((source, target), (tmp_path / "few.npy", target), (tmp_path / "few.npy", tmp_path / "other.npy")):
+    for z in (target, tmp_path / "other.npy"):
         with pytest.raises(InputError):
-            run(F, x, z)
+            run(F, source, z)
     assert target.read_text() == (tmp_path / "other.npy.part").read_text() == "mine"
 
 
@@ -348,7 +330,7 @@ def test_existing_files_are_not_overwritten(tmp_path, interrupted):
 
 
 @pytest.mark.parametrize("kind", ("npy", "parquet"))
-@pytest.mark.parametrize("row, value", ((0, np.nan), (99, 0), (100, np.inf), (999, 0)))
+@pytest.mark.parametrize("row, value", ((99, np.nan), (999, 0)))
 def test_a_bad_row_is_refused_by_its_number(tmp_path, small_blocks, kind, row, value):
     x = unit_rows(1000)
     x[row] = value
@@ -366,27 +348,19 @@ WRONG = {
     "its own target": ("x.npy", "x.npy", {}),
     "inside the source": ("strange", "strange/z", {}),
     "another width": ("narrow.npy", "z.npy", {}),
-    "two columns": ("lists.parquet", "z.parquet", {}),
     "no rows": ("empty", "z", {}),
     "other files": ("strange", "z", {}),
-    "one bad file": ("mixed", "z", {}),
     "dtype": ("x.npy", "z.npy", dict(dtype="int8")),
     "precision": ("x.npy", "z.npy", dict(precision="f8")),
-    "no adapter": ("x.npy", "z.npy", dict(adapter=torch.nn.Linear(D, D))),
     "no square matrix": ("x.npy", "z.npy", dict(adapter=np.ones((3, D)))),
 }
 
 
 @pytest.mark.parametrize("source, target, options", WRONG.values(), ids=WRONG)
 def test_wrong_input_is_refused_and_leaves_nothing(tmp_path, source, target, options):
-    for folder in ("empty", "strange", "mixed"):
+    for folder in ("empty", "strange"):
         (tmp_path / folder).mkdir()
-    for name in ("x.npy", "mixed/a.npy"):
-        save(unit_rows(5), tmp_path / name)
-    for name in ("narrow.npy", "mixed/b.npy"):
-        save(unit_rows(5, 15), tmp_path / name)
-    rows = list_array(unit_rows(5))
-    pq.write_table(pa.table({"a": rows, "b": rows}), tmp_path / "lists.parquet")
+    save(unit_rows(5), tmp_path / "x.npy"), save(unit_rows(5, 15), tmp_path / "narrow.npy")
     (tmp_path / "strange/notes.txt").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError):
@@ -410,14 +384,13 @@ for source in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("kind", ("npy", "parquet"))
-def test_memory_does_not_grow_with_the_file(tmp_path, kind):
+def test_memory_does_not_grow_with_the_file(tmp_path):
     "10 blocks of 2 MB, then 160: 300 MB more, of which the peak may grow by a third, as malloc keeps some blocks."
     sources = []
     for times in (10, 160):
         x = np.tile(unit_rows(1024, 512), (times, 1))
-        how = {} if kind == "npy" else dict(row_group_size=len(x), use_dictionary=False, compression="none")
-        sources.append(save(x, tmp_path / f"x{times}.{kind}", **how))
+        how = dict(row_group_size=len(x), use_dictionary=False, compression="none")
+        sources.append(save(x, tmp_path / f"x{times}.parquet", **how))
     done = start_process(*sources, code=MEMORY, stdout=subprocess.PIPE, text=True)
     small, large = (float(v) for v in done.communicate()[0].split())
     assert large - small < 100 and large < 1000

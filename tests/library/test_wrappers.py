@@ -155,7 +155,7 @@ def test_a_cache_of_another_adapter_is_not_used(llamaindex):
         assert np.allclose(nodes[0].embedding, z, atol=1e-6)
 
 
-@pytest.mark.parametrize("adapter", (None, "missing", object(), np.eye(3, dtype="float32")), ids=str)
+@pytest.mark.parametrize("adapter", (None, "missing", object(), np.eye(3, dtype="float32")), ids=range(4))
 def test_wrong_adapters_and_widths_are_refused(langchain, llamaindex, adapter):
     with pytest.raises(InputError):
         AdaptedEmbeddings(langchain[0], adapter).embed_query("q0")
