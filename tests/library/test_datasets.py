@@ -1,21 +1,16 @@
 "Sources: folders, archives, .csv files, and miniature public sets with the file layout of the real ones."
 
 import hashlib
-import http.server
-import importlib.util
 import json
 import pickle
 import shutil
 import socket
 import sys
-import threading
-import types
-import warnings
 import zipfile
 
 import numpy as np
 import pytest
-from test_embed import QUIET, BlockEncoder, LetterCounts, photos, picture
+from test_embed import QUIET, BlockEncoder, LetterCounts, needs, photos, picture
 
 from ega.data.arrays import InputError
 from ega.data.datasets import (
@@ -23,7 +18,6 @@ from ega.data.datasets import (
     _unpack,
     open_dataset,
     open_input_source,
-    patch_torchvision,
     read_clinc,
     read_csv_source,
     read_image_folder,
@@ -158,14 +152,6 @@ def test_wrong_archives(changes, tmp_path):
 
 
 # -- public sets in miniature ------------------------------------------------------------------------------
-
-
-def needs(*packages):
-    absent = [p for p in packages if importlib.util.find_spec(p) is None]
-    if absent:
-        warnings.warn(f"NOT CHECKED: {', '.join(absent)} not here", stacklevel=2)
-        pytest.skip(f"needs {', '.join(absent)}")
-    patch_torchvision()
 
 
 def write_files(root, files):
@@ -354,39 +340,22 @@ def test_an_unreachable_set_says_what_to_do(name, tmp_path, monkeypatch):
     assert not any(p.is_file() for p in tmp_path.rglob("*"))  # an incomplete file could be taken for a complete one
 
 
-@pytest.fixture
-def server(tmp_path):
-    "A local web server; gives its folder, its address and the list of requested paths."
-
-    class RecordingHandler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            requests.append(self.path)
-
-    requests, folder = [], tmp_path / "served"
-    folder.mkdir()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: RecordingHandler(*a, directory=str(folder))) as s:
-        threading.Thread(target=s.serve_forever, daemon=True).start()
-        yield folder, f"http://127.0.0.1:{s.server_port}", requests
-        s.shutdown()
-
-
-def test_an_archive_is_downloaded_once_and_checked(server, tmp_path):
+def test_an_archive_is_downloaded_once_and_checked(tmp_path):
     "With and without a checksum; a wrong checksum or an incomplete archive leaves no folder behind."
-    folder, address, requests = server
-    with zipfile.ZipFile(folder / "a.zip", "w") as z:
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w") as z:
         z.writestr("top/x.txt", "hello")
         z.writestr("beside.txt", "")
-    whole, url = (folder / "a.zip").read_bytes(), f"{address}/a.zip"
+    whole, url = archive.read_bytes(), archive.as_uri()
     for sha256 in (hashlib.sha256(whole).hexdigest(), None):
-        root, before = tmp_path / f"root{sha256}", len(requests)
-        for _ in range(2):
-            assert (_unpack(root / "top", True, url, sha256) / "x.txt").read_text() == "hello"
-        assert [p.name for p in root.iterdir()] == ["top"] and len(requests) == before + 1
+        top = tmp_path / f"root{sha256}" / "top"
+        assert (_unpack(top, True, url, sha256) / "x.txt").read_text() == "hello"
+        assert _unpack(top, True, "file:///nowhere.zip", sha256) == top and list(top.parent.iterdir()) == [top]
     assert not _unpack(tmp_path / "bad" / "top", False, url).exists()
     with pytest.raises(RuntimeError, match="hash"):
         _unpack(tmp_path / "bad" / "top", True, url, "0" * 64)
     assert not list((tmp_path / "bad").iterdir())
-    (folder / "a.zip").write_bytes(whole[:30])
+    archive.write_bytes(whole[:30])
     with pytest.raises(shutil.ReadError):
         _unpack(tmp_path / "half" / "top", True, url)
     assert not (tmp_path / "half" / "top").exists()
@@ -408,15 +377,6 @@ def test_released_class_split_gives_published_classes():
     assert set(released_class_split(np.arange(101)).unseen) == first | {59, 85, 86, 87, 92, 99}
     s = released_class_split(np.repeat(np.arange(37), 3))
     assert set(s.unseen) == {7, 10, 14, 18, 20, 22, 28, 30} and len(s.seen) == 29 and not set(s.seen) & set(s.unseen)
-
-
-def test_patch_torchvision_does_nothing_when_not_needed(monkeypatch):
-    needs("torchvision")
-    healthy = types.ModuleType("torchvision")
-    healthy.__spec__ = importlib.util.find_spec("torchvision")
-    monkeypatch.setitem(sys.modules, "torchvision", healthy)
-    patch_torchvision()
-    assert sys.modules["torchvision"] is healthy
 
 
 def test_missing_torchvision_names_its_extra(monkeypatch, tmp_path):

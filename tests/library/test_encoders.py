@@ -1,20 +1,18 @@
 "Encoders: preprocessing, ONNX, models of open_clip and timm, comparison with stored reference vectors."
 
-import importlib.util
 import io
 import json
 import os
 import socket
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_embed import QUIET, photos, picture
+from test_embed import QUIET, needs, photos, picture
 
 from ega.data.arrays import InputError
-from ega.data.datasets import open_input_source, patch_torchvision
+from ega.data.datasets import open_input_source
 from ega.data.embed import embed
 from ega.data.encoders import (
     ENCODERS,
@@ -30,15 +28,6 @@ from ega.data.packs import read_pack
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("EGA_SOURCES", ROOT.parent / "shared"))
-
-
-def needs(*packages, files=()):
-    "Skip with a warning when packages or files are missing."
-    absent = [p for p in packages if importlib.util.find_spec(p) is None] + [str(f) for f in files if not f.exists()]
-    if absent:
-        warnings.warn(f"NOT CHECKED: {', '.join(absent)} not here", stacklevel=2)
-        pytest.skip(f"needs {', '.join(absent)}")
-    patch_torchvision()
 
 
 def cosine(a, b):
