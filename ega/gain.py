@@ -7,7 +7,7 @@ __all__ = ['GainEstimate', 'estimate_gain']
 
 # %% ../nbs/adapt/04_gain.ipynb #9363309d
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 
 from .data.arrays import InputError, check_index, check_matrix, check_rows_per_class, check_X, check_y, rows_by_class
 from .data.runtime import limit_threads, linear, spawn_rngs
-from .measure.evaluation import label_hits, rows_with_classmate
+from .measure.evaluation import format_points, label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
-from .method.closed_form import ClassStatistics, DiscriminantWhitening
+from .method.closed_form import DiscriminantWhitening
 from .selection import MIN_CLASSES, compared_rows, leave_classes_out, pick_candidate, score_candidates
 
 # %% ../nbs/adapt/04_gain.ipynb #7a9b108f
@@ -28,12 +28,19 @@ _MAX_QUERIES = 500  # of the seen and of the held-out classes of a fold
 _MAX_LEAVE_ONE_OUT = 2000  # queries
 
 
-def _search_fold(z, y, fold):
-    "Search the queries of a fold in its mixed gallery: LP@1 of the seen and the held-out ones, captures of the latter."
-    queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
-    found = label_hits(z, y, queries, gallery)
-    n_seen = len(fold.seen_queries)
-    return found.hit[:n_seen], found.hit[n_seen:], np.isin(found.neighbour[n_seen:], fold.fit)
+def _make_folds(y, rng):
+    "Folds of classes, and an empty text; no folds, and why nothing can be estimated, where there is too little data."
+    n_classes = sum(len(rows) > 1 for rows in rows_by_class(y))
+    if n_classes < MIN_CLASSES:
+        return (
+            [],
+            f"{n_classes} classes have two labelled rows or more, and {MIN_CLASSES} are needed: label more classes",
+        )
+    folds = leave_classes_out(y, rng, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
+    needed = [(f.seen_queries, f.unseen_queries, rows_with_classmate(y, f.fit)) for f in folds]
+    if any(len(rows) == 0 for fold_rows in needed for rows in fold_rows):
+        return [], "the classes have too few rows to hold some of them out: label more rows of each class"
+    return folds, ""
 
 
 def _join(parts):
@@ -46,21 +53,26 @@ def _queries(folds):
     return _join((fold.seen_queries, fold.unseen_queries) for fold in folds)
 
 
+def _search_fold(z, y, fold):
+    "Search the queries of a fold in its mixed gallery: LP@1 of the seen and the held-out ones, captures of the latter."
+    queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
+    found = label_hits(z, y, queries, gallery)
+    n_seen = len(fold.seen_queries)
+    return found.hit[:n_seen], found.hit[n_seen:], np.isin(found.neighbour[n_seen:], fold.fit)
+
+
 def _frozen_table(x, y, folds, hits, rng):
     "LP@1 of the frozen embeddings in points, with 95 % intervals, and the share of copies; hits: of `_search_fold`."
     queries = rows_with_classmate(y, np.arange(len(y)))
     if len(queries) > _MAX_LEAVE_ONE_OUT:
         queries = np.sort(rng.choice(queries, _MAX_LEAVE_ONE_OUT, replace=False))
     found = label_hits(x, y, queries, np.arange(len(y)))
-    lines = [("all", "leave-one-out", queries, found.hit)]
+    groups = [("all", "leave-one-out", queries, found.hit)]
     if folds:
-        lines += zip(("seen", "held-out"), ("mixed", "mixed"), _queries(folds), _join(hits))
-    table = []
-    for group, gallery, rows, hit in lines:
-        mean, low, high = bootstrap(100 * hit, y[rows], rng)
-        line = {"classes": group, "gallery": gallery, "n_queries": len(rows)}
-        table.append(line | {"lp_at_1": mean, "low": low, "high": high})
-    return pd.DataFrame(table), float(100 * found.is_copy.mean())
+        groups += zip(("seen", "held-out"), ("mixed", "mixed"), _queries(folds), _join(hits))
+    table = [(name, gallery, len(rows), *bootstrap(100 * hit, y[rows], rng)) for name, gallery, rows, hit in groups]
+    columns = ["classes", "gallery", "n_queries", "lp_at_1", "low", "high"]
+    return pd.DataFrame(table, columns=columns), float(100 * found.is_copy.mean())
 
 # %% ../nbs/adapt/04_gain.ipynb #83438eea
 _STRENGTHS = (0.0, 0.25, 0.5, 1.0)
@@ -68,8 +80,7 @@ _STRENGTHS = (0.0, 0.25, 0.5, 1.0)
 
 def _fold_changes(x, y, fold, fit_rows, frozen, strengths):
     "{strength: (seen, held-out)}: changes of LP@1 against frozen hits, by the closed form fitted on some rows."
-    statistics = ClassStatistics(x.shape[1]).update(x[fit_rows], y[fit_rows])
-    closed_form = DiscriminantWhitening(0.0).fit_statistics(statistics)
+    closed_form = DiscriminantWhitening(0.0).fit(x[fit_rows], y[fit_rows])
     whitening, scaling = (torch.from_numpy(a) for a in (closed_form.whitening_, closed_form.scaling_))
     u = linear(torch.from_numpy(x - closed_form.mean_), whitening)  # both matrices are symmetric
     v, changes = linear(u, scaling), {}
@@ -79,21 +90,6 @@ def _fold_changes(x, y, fold, fit_rows, frozen, strengths):
         seen, held_out, _ = _search_fold(z.numpy(), y, fold)
         changes[strength] = (seen - frozen[0], held_out - frozen[1])
     return changes
-
-
-def _make_folds(y, rng):
-    "Folds of classes, and an empty text; no folds, and why nothing can be estimated, where there is too little data."
-    n_classes = sum(len(rows) > 1 for rows in rows_by_class(y))
-    if n_classes < MIN_CLASSES:
-        return (
-            [],
-            f"{n_classes} classes have two labelled rows or more, and {MIN_CLASSES} are needed: label more classes",
-        )
-    folds = leave_classes_out(y, rng, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
-    for fold in folds:
-        if not (len(rows_with_classmate(y, fold.fit)) and len(fold.seen_queries) and len(fold.unseen_queries)):
-            return [], "the classes have too few rows to hold some of them out: label more rows of each class"
-    return folds, ""
 
 # %% ../nbs/adapt/04_gain.ipynb #ee74cd19
 _SMALLER = {  # shares of the rows of each class and of the classes
@@ -119,31 +115,75 @@ def _draw_smaller_parts(y, fit, rng):
 
 def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs):
     "Change of LP@1 by less data against all of it, in points, a row for each part."
-    found, sizes = {}, {}
+    found = {}
     for fold, before, full in zip(folds, frozen, changes):
         for name, rows in _draw_smaller_parts(y, fold.fit, rngs.split).items():
             part = full if name == "all" else _fold_changes(x, y, fold, rows, before, (strength,))
-            found.setdefault(name, []).append([100 * (a - b) for a, b in zip(part[strength], full[strength])])
-            sizes.setdefault(name, []).append([len(group) for group in rows_by_class(y[rows])])
+            seen, unseen = (100 * (a - b) for a, b in zip(part[strength], full[strength]))
+            found.setdefault(name, []).append((seen, unseen, [len(group) for group in rows_by_class(y[rows])]))
     classes, table = [y[rows] for rows in _queries(folds)], []
     weights = {"unseen": (0, 1), "seen": (1, 0), "gain": (1 - unseen_share, unseen_share)}
-    for name, pairs in found.items():
-        if len(pairs) < len(folds):
+    for name, parts in found.items():
+        if len(parts) < len(folds):
             continue
-        values = _join(pairs)  # of seen and of held-out queries
+        *values, sizes = _join(parts)
         draws = [cluster_bootstrap_means(v, c, rngs.eval, n_boot=1000) for v, c in zip(values, classes)]
-        line = {"part": name, "rows_per_class": float(np.median(sum(sizes[name], [])))}
-        line["n_classes"] = round(np.mean([len(part) for part in sizes[name]]))
-        for key, (seen_weight, unseen_weight) in weights.items():
-            if key != "unseen" and name == "1/2 of the classes":  # the other half was not fitted on
-                continue
-            mean = seen_weight * values[0].mean() + unseen_weight * values[1].mean()
-            low, high = np.quantile(seen_weight * draws[0] + unseen_weight * draws[1], [0.025, 0.975])
-            line |= {key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)}
+        line = {"part": name, "rows_per_class": float(np.median(sizes)), "n_classes": round(len(sizes) / len(parts))}
+        for key, (a, b) in weights.items():
+            if key == "unseen" or name != "1/2 of the classes":  # the other half was not fitted on
+                mean, spread = a * values[0].mean() + b * values[1].mean(), a * draws[0] + b * draws[1]
+                low, high = np.quantile(spread, [0.025, 0.975])
+                line |= {key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)}
         table.append(line)
     return pd.DataFrame(table)
 
 # %% ../nbs/adapt/04_gain.ipynb #b9d271ff
+def _table(e):
+    "LP@1 of the frozen embeddings, changes by each strength, and changes where less is fitted, as texts."
+    frozen = [format_points(*line, sign="") for line in e.frozen[["lp_at_1", "low", "high"]].to_numpy()]
+    table = [("frozen", *frozen[1:], "", "")]
+    strengths = e.candidates[1:].assign(part="strength " + e.candidates.strength.map("{:g}".format))
+    for line in pd.concat([strengths, e.smaller[1:].assign(safety_check="")]).to_dict("records"):
+        changes = [format_points(*(line[f"{k}{end}"] for end in ("", "_low", "_high"))) for k in ("seen", "unseen")]
+        gain = "" if np.isnan(line["gain"]) else f"{line['gain']:+.1f}"
+        table.append((line["part"], *changes, gain, line["safety_check"]))
+    return pd.DataFrame(table, columns=["", "seen classes", "held-out classes", "gain", "check"])
+
+
+def _page(e):
+    "The paragraphs of the printed page, one of them a table."
+    some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
+    lp = format_points(*e.frozen.loc[0, ["lp_at_1", "low", "high"]], sign="")
+    text = (
+        f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median). LP@1, "
+    )
+    yield f"{text}the share of queries whose nearest neighbour carries their label, is {lp} points by leave-one-out."
+    if e.copies:
+        text = f"The nearest neighbour of {e.copies:.1f} % of the rows is an exact copy, so these numbers say little "
+        yield f"{text}about new rows: keep one of the copies."
+    if e.candidates.empty:
+        yield f"What an adapter gains cannot be estimated: {e.reason}."
+        return
+    yield _table(e)
+    smaller = e.smaller.set_index("part")
+    yield (
+        "Points of LP@1 with 95 % intervals, in one gallery of all classes, of which a quarter was held out in turn. "
+        f"Seen classes capture {e.capture_rate:.1f} % of the held-out queries of the frozen embeddings. Strengths: "
+        "change against frozen by a closed form, discriminant whitening, fitted on "
+        f"{smaller.rows_per_class['all']:g} rows of each of {smaller.n_classes['all']} classes. 1/2, 1/4: change "
+        "against that when it is fitted on less."
+    )
+    verdict = f"{'passes' if e.passes else 'fails'} the safety check: {e.reason}"
+    yield f"Best strength: {e.strength:g}, which {verdict}. `ega fit` also trains, which these numbers leave out."
+    for part, unit, key in (("1/2 of the rows", "rows a class", "gain"), ("1/2 of the classes", "classes", "unseen")):
+        advice = "may help; these data do not tell"
+        if part in smaller.index and smaller.loc[part, f"{key}_high"] < 0:
+            advice = "may bring as much again as the last half did"
+        elif part in smaller.index and smaller.loc[part, f"{key}_low"] > -1:
+            advice = "are expected to bring less than a point"
+        yield f"Twice as many {unit} {advice}."
+
+
 @dataclass(frozen=True)
 class GainEstimate:
     "Result of `estimate_gain`; as a text it is the page that `ega estimate` prints. Numbers are in points of LP@1."
@@ -154,151 +194,49 @@ class GainEstimate:
     rows_per_class: float  # median
     copies: float  # share of the rows whose nearest neighbour is an exact copy, in %
     frozen: pd.DataFrame  # LP@1 of the frozen embeddings: all rows by leave-one-out, seen and held-out classes
-    capture_rate: float  # of the held-out classes in the frozen embeddings, in %; nan without candidates
-    candidates: pd.DataFrame  # a row for each strength, as `ega.selection.score_candidates`; empty: too little data
-    strength: float  # with the largest gain of those that pass the safety check, or of all; nan without candidates
-    passes: bool  # whether it passes the safety check
-    smaller: pd.DataFrame  # what less data changes against all of it, a row for each part
-    reason: str  # why it passes or fails, or why nothing was estimated
+    capture_rate: float = np.nan  # of the held-out classes in the frozen embeddings, in %; nan without candidates
+    candidates: pd.DataFrame = field(default_factory=pd.DataFrame)  # of `score_candidates`; empty: too little data
+    strength: float = np.nan  # with the largest gain of those that pass the safety check, or of all
+    passes: bool = False  # whether it passes the safety check
+    smaller: pd.DataFrame = field(default_factory=pd.DataFrame)  # what less data changes against all, a row for a part
+    reason: str = ""  # why it passes or fails, or why nothing was estimated
 
     def __str__(self):
-        return "\n".join(fill(x, 80) if isinstance(x, str) else x.to_string(index=False) for x in _page(self))
+        return "\n\n".join(fill(p, 80) if isinstance(p, str) else p.to_string(index=False) for p in _page(self))
 
     def to_dict(self) -> dict:
         "A dictionary that JSON can hold; nan becomes None."
-        values = asdict(self)
-        for name, value in values.items():
+
+        def plain(value):
             if isinstance(value, pd.DataFrame):
-                lines = value.to_dict("records")
-                values[name] = [{k: None if v != v else v for k, v in line.items()} for line in lines]
-            elif value != value:
-                values[name] = None
-        return values
+                return [{name: plain(v) for name, v in line.items()} for line in value.to_dict("records")]
+            return None if value != value else value
 
-# %% ../nbs/adapt/04_gain.ipynb #67c66969
-def _format_points(mean, low, high, sign="+"):
-    "Format a number of points with its interval; an empty text for a missing number."
-    mean, low, high = (round(number, 1) + 0.0 for number in (mean, low, high))  # + 0.0: no -0.0
-    return "" if mean != mean else f"{mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+        return {name: plain(value) for name, value in vars(self).items()}
 
-
-def _format_changes(table):
-    "The changes of seen and of held-out classes with their intervals, as columns of texts."
-    names = {"seen classes": "seen", "held-out classes": "unseen"}
-    numbers = {title: zip(*(table[f"{name}{end}"] for end in ("", "_low", "_high"))) for title, name in names.items()}
-    return {title: [_format_points(*line) for line in lines] for title, lines in numbers.items()}
-
-
-def _gain_sentences(e):
-    "Sentences about what can be gained."
-    lp = e.frozen.lp_at_1[0]
-    if e.copies:
-        text = f"The nearest neighbour of {e.copies:.1f} % of the rows is an exact copy"
-        yield f"{text}, so these numbers say little about new rows: keep one of the copies."
-    if lp > 99:
-        advice = "" if e.passes else ": keep them"
-        yield f"The frozen embeddings reach {lp:.1f}, so an adapter can gain {100 - lp:.1f} points at most{advice}."
-    if not len(e.candidates):
-        yield f"What an adapter gains cannot be estimated: {e.reason}."
-        return
-    best = _format_changes(e.candidates[e.candidates.strength == e.strength].tail(1))
-    numbers = ", ".join(f"{title} {text}" for title, (text,) in best.items())
-    if e.passes:
-        yield f"At strength {e.strength:g} it passes the safety check with the largest gain: {numbers}."
-    else:
-        yield f"No strength passes the safety check. The largest gain is at {e.strength:g}: {numbers}."
-        yield f"It fails because {e.reason}."
-    yield "`ega fit` also trains. What that adds is not in these numbers."
-
-
-def _data_sentence(parts, part, size, unit, name, what):
-    "What twice as much data brought, and what to do; parts: the table `smaller` with the part as its index."
-    mean, low, high = (-parts.loc[part, f"{name}{end}"] for end in ("", "_high", "_low"))
-    text = f"From {parts.loc[part, size]:g} to {parts.loc['all', size]:g} {unit} {what} changed by "
-    text += f"{_format_points(mean, low, high)}. "
-    if low > 0:
-        return f"{text}More {unit} help: twice as many may bring about as much again, or less."
-    if high < 1:
-        return f"{text}Twice as many {unit} are expected to bring less than a point."
-    return f"{text}These data do not tell whether more {unit} help."
-
-# %% ../nbs/adapt/04_gain.ipynb #ce7dec37
-def _page(e):
-    "The paragraphs, empty lines and tables of the page of an estimate."
-    some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
-    yield f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median)."
-    yield ""
-    title = "LP@1 (share of queries whose nearest neighbour carries their label) of the frozen embeddings, in points "
-    yield f"{title}with 95 % intervals:"
-    lp = [_format_points(*values, sign="") for values in zip(e.frozen.lp_at_1, e.frozen.low, e.frozen.high)]
-    yield pd.DataFrame({"queries of": e.frozen.classes + " classes", "gallery": e.frozen.gallery, "LP@1": lp})
-    if len(e.candidates):
-        text = f"A quarter of the classes was held out in turn; {e.capture_rate:.1f} % of their queries were captured: "
-        yield f"{text}the nearest neighbour was of a class that was not held out."
-        yield ""
-        yield "Change of LP@1 by a closed form, discriminant whitening, without training:"
-        table = e.candidates[e.candidates.method != "frozen"]
-        columns = {"strength": table.strength.map("{:g}".format)} | _format_changes(table)
-        columns |= {"gain": table.gain.map("{:+.1f}".format), "safety check": table.safety_check}
-        yield pd.DataFrame(columns)
-    yield ""
-    yield from _gain_sentences(e)
-    if not len(e.smaller):
-        return
-    yield ""
-    parts = e.smaller.set_index("part")
-    if len(parts) > 1:
-        size = f"{parts.rows_per_class['all']:g} rows of each of {parts.n_classes['all']} classes"
-        yield f"The closed form was fitted on {size}; the others were searched. With less, LP@1 changes by:"
-        table = e.smaller[e.smaller.part != "all"]
-        columns = {"fitted on": table.part, "rows each": table.rows_per_class.map("{:g}".format)}
-        yield pd.DataFrame(columns | {"classes": table.n_classes} | _format_changes(table))
-        yield ""
-    if "1/2 of the rows" in parts.index:
-        yield _data_sentence(parts, "1/2 of the rows", "rows_per_class", "rows a class", "gain", "the gain")
-    else:
-        yield "There are too few rows a class to tell what more of them bring."
-    if "1/2 of the classes" in parts.index:
-        unseen = "LP@1 of held-out classes"
-        yield _data_sentence(parts, "1/2 of the classes", "n_classes", "classes", "unseen", unseen)
-
-# %% ../nbs/adapt/04_gain.ipynb #60388a53
-def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
-    "The GainEstimate of unit rows x (n, d) with labels y (n,)."
+# %% ../nbs/adapt/04_gain.ipynb #9a04e1ff
+def _estimate(x, y, n_labelled, limits, random_state):
+    "The GainEstimate of unit rows x (n, d) with labels y (n,); limits: keywords of `score_candidates`."
     rngs = spawn_rngs(random_state)
     sizes = [len(rows) for rows in rows_by_class(y)]
     folds, reason = _make_folds(y, rngs.split)
     frozen = [_search_fold(x, y, fold) for fold in folds]
     table, copies = _frozen_table(x, y, folds, frozen, rngs.eval)
-    counts = {"n_labelled": n_labelled, "n_rows": len(y), "n_classes": len(sizes)}
-    counts |= {"rows_per_class": float(np.median(sizes)), "copies": copies, "frozen": table}
+    described = (n_labelled, len(y), len(sizes), float(np.median(sizes)), copies, table)
     if reason:
-        nothing = dict(capture_rate=np.nan, strength=np.nan, passes=False, reason=reason)
-        return GainEstimate(**counts, candidates=pd.DataFrame(), smaller=pd.DataFrame(), **nothing)
+        return GainEstimate(*described, reason=reason)
     changes = [_fold_changes(x, y, fold, fold.fit, hits, _STRENGTHS) for fold, hits in zip(folds, frozen)]
-    table = score_candidates(
-        {("closed form", s): _join(change[s] for change in changes) for s in _STRENGTHS},
-        [y[queries] for queries in _queries(folds)],
-        max_unseen_loss=max_unseen_loss,
-        unseen_share=unseen_share,
-        confidence=0.95,
-        rng=rngs.eval,
-    )
+    joined = {("closed form", s): _join(change[s] for change in changes) for s in _STRENGTHS}
+    table = score_candidates(joined, [y[rows] for rows in _queries(folds)], rng=rngs.eval, confidence=0.95, **limits)
     best = pick_candidate(table)
     if not (passes := best.method != "frozen"):
         best = table[1:].sort_values("gain", ascending=False, kind="stable").iloc[0]
     some = (part[:_SMALLER_FOLDS] for part in (folds, frozen, changes))
-    return GainEstimate(
-        **counts,
-        capture_rate=100 * float(np.concatenate([hits[2] for hits in frozen]).mean()),
-        candidates=table,
-        strength=float(best.strength),
-        passes=passes,
-        smaller=_compare_smaller(x, y, *some, best.strength, unseen_share, rngs),
-        reason=best.reason,
-    )
+    smaller = _compare_smaller(x, y, *some, best.strength, limits["unseen_share"], rngs)
+    capture_rate = 100 * float(np.concatenate([hits[2] for hits in frozen]).mean())
+    return GainEstimate(*described, capture_rate, table, float(best.strength), passes, smaller, best.reason)
 
-# %% ../nbs/adapt/04_gain.ipynb #9a04e1ff
+
 def estimate_gain(
     X: Any,
     y: Any,
@@ -312,16 +250,13 @@ def estimate_gain(
 
     A quarter of the classes is held out in turn. Discriminant whitening, a closed form, is fitted on the others, and
     compared with the frozen embeddings by LP@1 (the share of queries whose nearest neighbour carries their label), on
-    queries of both in one gallery. The same is done with fewer rows of each class, and with half of the classes.
+    queries of both in one gallery. The same is done with fewer rows of each class, and with half of the classes. At
+    most 10,000 labelled rows take part.
 
     Parameters
     ----------
-    X : array-like of shape (n, d)
-        Embeddings, as in `EmbeddingAdapter.fit`.
-    y : array-like of shape (n,)
-        Labels, as in `EmbeddingAdapter.fit`.
-    unlabelled : sequence, optional
-        Labels that mean "no label", as in `EmbeddingAdapter.fit`.
+    X, y, unlabelled : as in `EmbeddingAdapter.fit`
+        Embeddings (n, d), their labels, and labels that mean "no label".
     max_unseen_loss : float, default=1.0
         Points of LP@1 that unseen classes may lose, for the safety check.
     unseen_share : float, default=0.5
@@ -332,13 +267,8 @@ def estimate_gain(
     Returns
     -------
     GainEstimate
-        Tables and numbers; `print` shows them in sentences. With fewer than 10 classes of two rows only the frozen
-        embeddings are described.
-
-    Notes
-    -----
-    At most 10,000 labelled rows take part. Intervals are 95 %, two-sided, by a bootstrap over classes. The strength is
-    the best of four, so its gain is slightly optimistic.
+        Tables and numbers for `print`; with fewer than 10 classes of two rows only of the frozen embeddings. The
+        strength is the best of four, so its gain is slightly optimistic.
 
     Examples
     --------
@@ -351,9 +281,8 @@ def estimate_gain(
     >>> estimate.passes, bool(estimate.candidates.unseen.max() > 10)
     (True, True)
     """
-    if not (max_unseen_loss >= 0 and 0 <= unseen_share <= 1):
-        values = f"{max_unseen_loss} and {unseen_share}"
-        raise InputError(f"max_unseen_loss must be >= 0 and unseen_share in [0, 1], got {values}")
+    if not 0 <= unseen_share <= 1:
+        raise InputError(f"unseen_share must be in [0, 1], got {unseen_share}")
     check_index(X, y)
     a = check_matrix(X)
     labels, classes = check_y(y, len(a), unlabelled=unlabelled)
@@ -363,6 +292,7 @@ def estimate_gain(
         raise InputError(f"expected 2 classes or more, one with two labelled rows, got {len(classes)} classes")
     labels[known] = pd.factorize(labels[known])[0]  # so that no name or number of a class changes the result
     rows = compared_rows(labels, random_state=random_state)
+    limits = {"max_unseen_loss": max_unseen_loss, "unseen_share": unseen_share}
     with limit_threads():
         x = check_X(a if len(rows) == len(a) else a[rows], "X")
-        return _estimate(x, labels[rows], int(known.sum()), max_unseen_loss, unseen_share, random_state)
+        return _estimate(x, labels[rows], int(known.sum()), limits, random_state)

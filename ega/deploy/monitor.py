@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data.arrays import InputError
-from ..data.files import atomic_write, read_json, read_npz
-from ..measure.evaluation import hash_rows
+from ..data.files import atomic_write, read_json, read_npz, reading
+from ..measure.evaluation import hash_unit_rows
 from ..measure.metrics import displacement
 from ..measure.search import knn
 from ..method.interface import as_adapter, read_adapter, write_adapter
@@ -79,23 +79,23 @@ def permutation_test(
 
 # %% ../../nbs/deploy/08_monitor.ipynb #a4a6f1f5
 def _smallest_batch(n, n_subsets):
-    "The smallest batch that can raise an alert: of b queries with at least `n_subsets` subsets of b of n + b."
+    "The smallest batch b with `n_subsets` subsets of b of n + b queries, so that it can raise an alert; n + 1: none."
     b = 1
-    while comb(n + b, b) < n_subsets * (1 - 1e-9):  # rounding of horizon / significance
+    while b <= n and comb(n + b, b) < n_subsets * (1 - 1e-9):  # rounding of horizon / significance
         b += 1
     return b
 
 
-def _check_power(n, significance, horizon):
-    "Raise `InputError` unless a batch as large as the reference of n queries can raise an alert."
-    if not 0 < significance < 1 or horizon < 1 or horizon / significance > 2e6:
-        allowed = "significance must lie in (0, 1), and horizon in 1..2,000,000 * significance"
-        raise InputError(f"{allowed}, got {significance} and {horizon}")
-    n_subsets = horizon / significance
-    if _smallest_batch(n, n_subsets) > n:
-        smallest = next(m for m in range(n, 100) if _smallest_batch(m, n_subsets) <= m)
-        advice = f"at least {smallest} reference queries (twice as many without a gallery), or a shorter horizon"
-        raise InputError(f"a reference of {n} queries is too small for an alert; give {advice}")
+def _check_settings(n, n_gallery, k, significance, horizon):
+    "Raise `InputError` for settings out of range, and for a reference of n queries that is too small for any alert."
+    if not (1 <= k <= n_gallery and 0 < significance < 1 <= horizon):
+        given = f"{k}, {significance} and {horizon}"
+        ranges = f"1..{n_gallery} (distinct rows of the gallery), (0, 1) and 1, 2, ..."
+        raise InputError(f"k, significance and horizon must be in {ranges}, got {given}")
+    if _smallest_batch(n, horizon / significance) > n:
+        needed = next(m for m in range(n, 100) if _smallest_batch(m, horizon / significance) <= m)
+        advice = f"give at least {needed} (twice as many without a gallery), or a shorter horizon"
+        raise InputError(f"a reference of {n} queries is too small for an alert; {advice}")
 
 # %% ../../nbs/deploy/08_monitor.ipynb #judged
 class DriftResult(NamedTuple):
@@ -108,25 +108,15 @@ class DriftResult(NamedTuple):
     medians: dict  # signal -> (median of the reference, median of the batch)
     sentence: str  # the result as a sentence, with the signal of the largest shift
 
-# %% ../../nbs/deploy/08_monitor.ipynb #36ec84ed
-_MONITOR_FILES = re.compile(  # finished files, and temporary ones of a save that was killed
-    r"monitor\.(npz|json)|(matrix|adapter)\.safetensors|\.(monitor|matrix|adapter)\..*\.tmp"
-)
-_SETTINGS = {"k": int, "significance": float, "horizon": int, "batches_checked": int}  # of monitor.json
-
-
-def _refuse_rows(reference, hashes, where):
-    "Raise `InputError` if reference queries are rows with one of the hashes."
-    if n := int(np.isin(hash_rows(reference), hashes).sum()):
-        raise InputError(f"{n} of {len(reference)} reference queries are rows {where}; leave them out (hash_rows)")
-
 # %% ../../nbs/deploy/08_monitor.ipynb #monitor-2
+_SETTINGS = {"k": int, "significance": float, "horizon": int, "batches_checked": int}  # of monitor.json
+_MONITOR_FILES = re.compile(r"\.?(monitor|matrix|adapter)\.(npz|json|safetensors).*")  # also of a killed save
+
+
 class Monitor:
     """Test for drift of the queries behind an adapter, without labels; made by `Monitor.fit`.
 
-    Notes
-    -----
-    A permutation test on the signals of `query_signals`, at level `significance / horizon` for each batch. If nothing
+    Each batch is compared with the reference by a permutation test on the signals of `query_signals`. If nothing
     changes, the probability of any alert in `horizon` batches is at most `significance`. An alert does not say that
     precision is lower.
 
@@ -142,22 +132,9 @@ class Monitor:
     (False, True)
     """
 
-    def __init__(
-        self,
-        adapter: Any,  # anything ega.method.interface.as_adapter accepts
-        gallery: np.ndarray,  # (m, d) raw embeddings
-        reference: dict[str, np.ndarray],  # from query_signals, of the reference queries
-        *,
-        k: int = 10,  # neighbours compared
-        significance: float = 0.05,  # bound on the probability of any false alarm within the horizon
-        horizon: int = 100,  # batches
-        batches_checked: int = 0,  # so far
-    ):
-        _check_power(len(reference["nearest_distance"]), significance, horizon)
-        self.adapter = as_adapter(adapter).one_side
-        self.gallery = self.adapter.unit_rows(gallery, "gallery")
-        self.reference, self.k = reference, int(k)
-        self.significance, self.horizon = float(significance), int(horizon)
+    def __init__(self, adapter, gallery, reference, *, k, significance, horizon, batches_checked=0):
+        self.adapter, self.gallery, self.reference = adapter, gallery, reference  # reference: of `query_signals`
+        self.k, self.significance, self.horizon = k, significance, horizon
         self.batches_checked = batches_checked
 
     @classmethod
@@ -173,8 +150,7 @@ class Monitor:
         adapter : adapter
             Anything `ega.method.interface.as_adapter` accepts.
         gallery : (m, d) array, optional
-            Raw embeddings of the gallery or a sample of them; by default every other row of `reference`,
-            without those that are equal to one of the other half.
+            Raw embeddings of the gallery or a sample of them; by default every other row of `reference`.
         k : int, default 10
             Neighbours compared.
         significance : float, default 0.05
@@ -184,18 +160,17 @@ class Monitor:
         """
         fitted_on, adapter = getattr(adapter, "fit_row_hashes_", ()), as_adapter(adapter).one_side
         reference = adapter.unit_rows(reference, "reference")
-        _refuse_rows(reference, fitted_on, "that the adapter was fitted on")
+        known = {"the adapter was fitted on": fitted_on}
         if gallery is None:
             reference, gallery = reference[1::2], reference[::2]
-            if len(reference):
-                gallery = gallery[~np.isin(hash_rows(gallery), hash_rows(reference))]
+            gallery = gallery[~np.isin(hash_unit_rows(gallery), hash_unit_rows(reference))]
         else:
             gallery = adapter.unit_rows(gallery, "gallery")
-            _refuse_rows(reference, hash_rows(gallery), "of the gallery")
-        if not 1 <= k <= len(gallery):
-            raise InputError(
-                f"the gallery has {len(gallery)} distinct rows, fewer than k = {k}; give more, or a smaller k"
-            )
+            known["are in the gallery"] = hash_unit_rows(gallery)
+        for where, hashes in known.items():
+            if repeated := int(np.isin(hash_unit_rows(reference), hashes).sum()):
+                raise InputError(f"{repeated} of {len(reference)} reference queries {where}; leave them out")
+        _check_settings(len(reference), len(gallery), k, significance, horizon)
         signals = query_signals(reference, adapter, gallery, k=k)
         return cls(adapter, gallery, signals, k=k, significance=significance, horizon=horizon)
 
@@ -203,23 +178,18 @@ class Monitor:
         "Test a batch of raw queries, none of them in the gallery, against the reference, and count the batch."
         signals = query_signals(self.adapter.unit_rows(batch, "batch"), self.adapter, self.gallery, k=self.k)
         before, now = (np.stack([s[name] for name in self.reference], 1) for s in (self.reference, signals))
-        if len(now) < (smallest := _smallest_batch(len(before), self.horizon / self.significance)):
-            advice = f"at least {smallest} queries in a batch, more reference queries, or a shorter horizon"
-            raise InputError(
-                f"{len(now)} queries cannot raise an alert with {len(before)} of the reference; give {advice}"
-            )
+        n_subsets = self.horizon / self.significance
+        if len(now) < (smallest := _smallest_batch(len(before), n_subsets)):
+            raise InputError(f"a batch of {len(now)} queries is too small for an alert; give at least {smallest}")
         threshold = self.significance / self.horizon
-        p, shift = permutation_test(before, now, n_permutations=int(np.ceil(5 * self.horizon / self.significance)) - 1)
+        p, shift = permutation_test(before, now, n_permutations=int(np.ceil(5 * n_subsets)) - 1)
         medians = {name: (float(np.median(self.reference[name])), float(np.median(signals[name]))) for name in signals}
         largest = list(self.reference)[int(np.abs(shift).argmax())]
-        self.batches_checked += 1
-        of_horizon = f"of {self.horizon}"
-        if self.batches_checked > self.horizon:
-            bound = f"{self.significance:g} bounds the false alarms of any {self.horizon} batches"
-            of_horizon = f"(beyond the horizon: {bound})"
         usual, median = medians[largest]
+        self.batches_checked += 1
+        beyond = ", beyond which false alarms become more probable" if self.batches_checked > self.horizon else ""
         sentence = (
-            f"{'alert' if p <= threshold else 'no alert'}: batch {self.batches_checked} {of_horizon}, "
+            f"{'alert' if p <= threshold else 'no alert'}: batch {self.batches_checked} of {self.horizon}{beyond}, "
             f"{len(now)} queries; largest shift in {_SIGNALS[largest]}, median {median:.3f}, reference {usual:.3f}; "
             f"p = {p:.2g}, alert if p <= {threshold:.2g}"
         )
@@ -245,17 +215,14 @@ class Monitor:
     @classmethod
     def load(cls, folder: Path | str, adapter: Any = None) -> "Monitor":
         "Read what `save` wrote; the adapter is needed where the folder holds its fingerprint alone."
-        path = Path(folder) / "monitor.json"
-        about = read_json(path, "the description of a folder written by Monitor.save", hint="save it again")
-        arrays = read_npz(path.with_suffix(".npz"), ("gallery", "reference"), "what Monitor.save writes")
-        names, settings = about.get("signals"), {name: about.get(name) for name in _SETTINGS}
-        m = read_adapter(path.parent, str(about.get("fingerprint")), adapter, columns=about.get("columns"))
-        gallery, reference = arrays["gallery"], arrays["reference"]
-        is_whole = [type(value) for value in settings.values()] == list(_SETTINGS.values())
-        is_whole &= names == [name for name in _SIGNALS if name != "displacement" or m.output_dim == m.input_dim]
-        is_whole &= all(
-            a.dtype.kind == "f" and a.ndim == 2 and len(a) and np.isfinite(a).all() for a in arrays.values()
-        )
-        if not is_whole or reference.shape[1] != len(names) or not 1 <= settings["k"] <= len(gallery):
-            raise InputError(f"{path} and monitor.npz do not hold what Monitor.save writes; save it again")
-        return cls(m, gallery, dict(zip(names, reference.T)), **settings)
+        path, expected = Path(folder) / "monitor.json", "what Monitor.save writes"
+        about, arrays = read_json(path, expected), read_npz(Path(folder) / "monitor.npz", expected=expected)
+        with reading(path, expected, hint="save it again"):
+            settings = {name: kind(about[name]) for name, kind in _SETTINGS.items()}
+            adapter = read_adapter(path.parent, about["fingerprint"], adapter, columns=about["columns"])
+            gallery = adapter.unit_rows(arrays["gallery"], "gallery")
+            if not ({*about["signals"]} <= {*_SIGNALS} and np.isfinite(arrays["reference"]).all()):
+                raise ValueError("it holds other signals")
+            reference = dict(zip(about["signals"], arrays["reference"].T, strict=True))
+            _check_settings(len(arrays["reference"]), len(gallery), *list(settings.values())[:3])
+            return cls(adapter, gallery, reference, **settings)

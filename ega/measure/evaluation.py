@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
-           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_unit_rows', 'hash_rows',
-           'QuerySearch', 'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words',
-           'summary_sentence', 'caveats', 'format_evaluation', 'check_fitted', 'EvaluationRows', 'read_rows',
-           'evaluate']
+           'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_unit_rows', 'QuerySearch',
+           'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words', 'summary_sentence', 'caveats',
+           'format_points', 'format_evaluation', 'check_fitted', 'read_rows', 'evaluate']
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -29,14 +28,9 @@ EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, for ties at the k-th distanc
 
 
 def knn_among_rows(
-    x: np.ndarray,  # (n, d) embeddings
-    queries: np.ndarray,  # (nq,) row numbers of x
-    gallery: np.ndarray,  # (nb,) row numbers of x, each at most once
-    k: int = 1,  # neighbours of each query
-    *,
-    device: str | None = None,
+    x: np.ndarray, queries: np.ndarray, gallery: np.ndarray, k: int = 1, *, device: str | None = None
 ) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
-    "Exact nearest neighbours of some rows among other rows; a row is never its own neighbour."
+    "Exact nearest neighbours of some rows of x among others, given by row number; a row is never its own neighbour."
     if np.array_equal(queries, gallery):
         return loo_knn(x[gallery], k, device=device)
     if not np.isin(queries, gallery).any():
@@ -57,14 +51,9 @@ class LabelHits(NamedTuple):
 
 
 def label_hits(
-    x: np.ndarray,  # (n, d) embeddings
-    y: np.ndarray,  # (n,) int labels; those of the queries are >= 0
-    queries: np.ndarray,  # (nq,) row numbers of x
-    gallery: np.ndarray,  # (nb,) row numbers of x, each at most once
-    *,
-    device: str | None = None,
+    x: np.ndarray, y: np.ndarray, queries: np.ndarray, gallery: np.ndarray, *, device: str | None = None
 ) -> LabelHits:
-    "LP@1 and nearest neighbour of some rows, searched among other rows."
+    "LP@1 and nearest neighbour of some rows of x with labels y, searched among others; both given by row number."
     found = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, device=device)
     position = found.I[:, 0]
     neighbour = np.where(position < 0, -1, gallery[position])
@@ -72,7 +61,7 @@ def label_hits(
     return LabelHits(lp_at_k(found, y[gallery], y[queries]), neighbour, is_copy)
 
 
-def rows_with_classmate(y: np.ndarray, rows: np.ndarray) -> np.ndarray:  # labels (n,), row numbers (m,) -> some of them
+def rows_with_classmate(y: np.ndarray, rows: np.ndarray) -> np.ndarray:
     "Those of the rows whose class has another row among them: only they can be a hit when searched among each other."
     _, class_index, class_size = np.unique(y[rows], return_inverse=True, return_counts=True)
     return rows[class_size[class_index] > 1]
@@ -91,14 +80,9 @@ class LabelPrecisionChange(NamedTuple):
 
 
 def change_against_frozen(
-    frozen: np.ndarray,  # (n,) LP@1 of each query in the frozen embeddings
-    adapted: np.ndarray,  # (n,) LP@1 of the same queries in the adapted embeddings
-    classes: np.ndarray,  # (n,) int class of each query
-    *,
-    random_state: int = 0,  # seed of the bootstrap
-    confidence: float = 0.95,  # two-sided, of the interval
+    frozen: Any, adapted: Any, classes: np.ndarray, *, random_state: int = 0, confidence: float = 0.95
 ) -> LabelPrecisionChange:
-    "Mean LP@1 of the frozen and the adapted embeddings and their paired difference with its interval, in points."
+    "Mean LP@1 in both embeddings, and their paired difference with its interval; frozen, adapted: of each query."
     before, after = (100 * np.asarray(hits, dtype=np.float64) for hits in (frozen, adapted))
     interval = bootstrap(after - before, classes, np.random.default_rng(random_state), confidence=confidence)
     n_classes = len(np.unique(classes))
@@ -110,11 +94,6 @@ def hash_unit_rows(x: np.ndarray) -> np.ndarray:  # (n, d) -> (n,) uint64
     rounded = np.rint(1000 * x).astype("<i2")
     hashes = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rounded)
     return np.frombuffer(hashes, "<u8")
-
-
-def hash_rows(x: Any) -> np.ndarray:  # (n, d) rows of any norm but 0 -> (n,) uint64
-    "`hash_unit_rows` of rows that are brought to norm 1 as `EmbeddingAdapter.fit` does."
-    return hash_unit_rows(check_X(x))
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-galleries-code
 OWN_GALLERY = {"unseen": "unseen", "seen": "seen", "trained on": "seen"}  # of each group of queries
@@ -137,7 +116,7 @@ def plan_searches(
     trained_on: np.ndarray,  # (n,) bool: whether the adapter was fitted on the row itself
     *,
     max_queries: int = MAX_QUERIES,  # of each group, drawn at random
-    random_state: int = 0,  # seed of the draw
+    random_state: int = 0,
 ) -> list[QuerySearch]:  # group by group, the mixed gallery first
     "The queries of each group and the galleries they are searched in."
     seen, labelled = seen | trained_on, y >= 0
@@ -162,11 +141,11 @@ def tabulate_changes(
     searches: Sequence[QuerySearch],  # from plan_searches
     frozen: Sequence[LabelHits],  # of each search, in the frozen embeddings
     adapted: Sequence[LabelHits],  # of each search, in other embeddings of the same rows
-    y: np.ndarray,  # (n,) int labels
+    y: np.ndarray,
     seen: np.ndarray,  # (n,) bool: rows that count as seen
     *,
-    random_state: int = 0,  # seed of the bootstrap
-    confidence: float = 0.95,  # two-sided, of the intervals
+    random_state: int = 0,
+    confidence: float = 0.95,
 ) -> pd.DataFrame:  # the columns of `evaluate`
     "LP@1 and capture rate in two spaces, a row for each search."
     table = []
@@ -181,25 +160,24 @@ def tabulate_changes(
         table.append(line)
     return pd.DataFrame(table)
 
-# %% ../../nbs/measure/04_evaluation.ipynb #eval-embeddings-code
+
 def evaluate_embeddings(
     x: np.ndarray,  # (n, d) frozen embeddings, unit rows
     z: np.ndarray,  # (n, d') adapted embeddings of the same rows, unit rows
-    y: np.ndarray,  # (n,) int labels; -1: unlabelled, not used
-    seen: np.ndarray,  # (n,) bool: whether the adapter was fitted on the class of the row
-    trained_on: np.ndarray,  # (n,) bool: whether it was fitted on the row itself
+    y: np.ndarray,  # y, seen and trained_on: as for plan_searches
+    seen: np.ndarray,
+    trained_on: np.ndarray,
     *,
-    max_queries: int = MAX_QUERIES,  # of each group, drawn at random
+    max_queries: int = MAX_QUERIES,
     device: str | None = None,
-    random_state: int = 0,  # seed of the draw and of the bootstrap
-    confidence: float = 0.95,  # two-sided, of the intervals
+    random_state: int = 0,
+    confidence: float = 0.95,
 ) -> pd.DataFrame:  # the columns of `evaluate`
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
     frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
-    return tabulate_changes(
-        searches, frozen, adapted, y, seen | trained_on, random_state=random_state, confidence=confidence
-    )
+    is_seen = seen | trained_on
+    return tabulate_changes(searches, frozen, adapted, y, is_seen, random_state=random_state, confidence=confidence)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-sentences-code
 def change_in_words(line: Any, unit: str = "points") -> str:  # line: with change, low and high
@@ -212,19 +190,18 @@ def change_in_words(line: Any, unit: str = "points") -> str:  # line: with chang
 
 def _advice(lines):
     "Say whether to use the adapted embeddings; an empty text without queries of unseen classes."
+    lost, is_open = lines[lines.high < 0], lines.low <= -0.05  # a smaller loss is printed as 0.0
     if "unseen" not in set(lines.group):
         return ""
-    lost, gained = lines[lines.high < 0], lines[lines.low > 0]
     if "unseen" in set(lost.group):
         return " Keep the frozen embeddings where new classes arrive, or fit with a smaller max_unseen_loss."
     if len(lost):
         return " Keep the frozen embeddings where most queries are of seen classes."
-    if not len(gained):
+    if not (lines.low > 0).any():
         return " No gain is certain: keep the frozen embeddings, or evaluate more rows."
-    undecided = lines[lines.low <= -0.05]  # a smaller loss is printed as 0.0
-    if not len(undecided):
+    if not is_open.any():
         return " The adapted embeddings can replace the frozen ones."
-    ((group, low),) = undecided[["group", "low"]].to_numpy()
+    ((group, low),) = lines.loc[is_open, ["group", "low"]].to_numpy()
     return f" Use the adapted embeddings if {group} classes may lose {-low:.1f} points; more rows narrow the interval."
 
 
@@ -255,10 +232,7 @@ def caveats(table: pd.DataFrame) -> list[str]:
     copies = _counts(table[table.n_copies > 0], "{n_copies:,} of {n_queries:,} {group}")
     drawn = _counts(table[table.n_queries < table.n_rows], "{n_queries:,} of {n_rows:,} {group}")
     few = _counts(table[table.n_queries < 30], "{n_queries} {group}")
-    galleries = table.gallery[table.n_gallery_classes == 1].unique()
-    one_class = [
-        f"The {g} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings." for g in galleries
-    ]
+    one_class = "The {} gallery holds rows of one class only, so LP@1 is 100 there for any embeddings.".format
     notes = {  # sentence: whether it applies
         "Trained on: rows the adapter was fitted on; they show how well it fits, not what it gains.": (
             "trained on" in groups
@@ -272,21 +246,25 @@ def caveats(table: pd.DataFrame) -> list[str]:
         "and evaluate with them.": "unseen" not in groups,
         f"Repeated rows: the nearest neighbour of {copies} queries is an exact copy of the query, so LP@1 says "
         "little about new rows. Keep one of the copies.": copies,
-        **dict.fromkeys(one_class, True),
+        **dict.fromkeys(map(one_class, table.gallery[table.n_gallery_classes == 1]), True),
         f"Queries were drawn at random: {drawn}. Galleries are complete.": drawn,
         f"Fewer than 30 queries ({few}): the interval says little, and may be too narrow.": few,
     }
     return [sentence for sentence, applies in notes.items() if applies]
 
 
+def format_points(mean: float, low: float, high: float, sign: str = "+") -> str:
+    "A number of points with its interval, as +1.2 [+0.3, +2.1]; an empty text for a missing number."
+    return "" if np.isnan(mean) else f"{mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
 def format_evaluation(table: pd.DataFrame) -> pd.DataFrame:
     "The columns of the table of `evaluate` that the shell and the report print, as texts."
     counts = zip(table.n_queries, table.n_rows)
-    intervals = zip(table.change, table.low, table.high)
     columns = {"group": table.group, "gallery": table.gallery}
     columns |= {"queries": [f"{n:,}" if n == n_rows else f"{n:,} of {n_rows:,}" for n, n_rows in counts]}
     columns |= {name: table[name].map("{:.1f}".format) for name in ("frozen", "adapted")}
-    columns |= {"change [95 %]": [f"{change:+.1f} [{low:+.1f}, {high:+.1f}]" for change, low, high in intervals]}
+    columns |= {"change [95 %]": list(map(format_points, table.change, table.low, table.high))}
     return pd.DataFrame(columns)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-seen-code
@@ -300,17 +278,9 @@ def check_fitted(estimator: Any) -> None:
     check_is_fitted(estimator, "adapter_")
 
 
-class EvaluationRows(NamedTuple):
-    "Result of `read_rows`."
-
-    x: np.ndarray  # (n, d) unit rows
-    labels: np.ndarray  # (n,) int64: positions in `classes`; -1: unlabelled
-    classes: np.ndarray  # (C,) the classes that occur, in ascending order
-    seen: np.ndarray  # (n,) bool: whether the estimator was fitted on the class of the row
-    trained_on: np.ndarray  # (n,) bool: whether it was fitted on the row itself
-
-
-def read_rows(estimator: Any, X: Any, y: Any, unlabelled: Sequence | None = None) -> EvaluationRows:
+def read_rows(
+    estimator: Any, X: Any, y: Any, unlabelled: Sequence | None = None
+) -> tuple[np.ndarray, ...]:  # unit rows, numbers of their labels, classes; whether class and row were fitted on
     "Check what `evaluate` is given, number the labels, and mark what the estimator was fitted on."
     check_fitted(estimator)
     check_feature_names(estimator, X, reset=False)
@@ -318,7 +288,7 @@ def read_rows(estimator: Any, X: Any, y: Any, unlabelled: Sequence | None = None
     x = check_X(X, "X", dim=estimator.n_features_in_)
     labels, classes = check_y(y, len(x), unlabelled=unlabelled)
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
-    return EvaluationRows(x, labels, classes, seen, np.isin(hash_rows(x), estimator.fit_row_hashes_))
+    return x, labels, classes, seen, np.isin(hash_unit_rows(x), estimator.fit_row_hashes_)
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-estimator-code
 def evaluate(
@@ -334,18 +304,15 @@ def evaluate(
     """Compare adapted with frozen embeddings by LP@1, on the classes the estimator was fitted on and on all others.
 
     LP@1 is the share of queries whose nearest neighbour carries their label. Every labelled row can be a query if
-    another row of its kind, seen or unseen, has the same label.
+    another row of its kind, seen or unseen, has the same label. Rows that were fitted on are recognised by a hash; a
+    copy that was stored as float16 or int8 after the fit may not be.
 
     Parameters
     ----------
     estimator : EmbeddingAdapter
         A fitted estimator.
-    X : array-like of shape (n, d)
-        Embeddings; rows of any norm but 0. A DataFrame must have the columns of `fit`.
-    y : array-like of shape (n,)
-        Labels of the kind given to `fit`: integers or texts. Unlabelled rows are not used.
-    unlabelled : sequence, optional
-        Labels that mean "no label", see `EmbeddingAdapter.fit`.
+    X, y, unlabelled : as in `EmbeddingAdapter.fit`
+        Embeddings (n, d), their labels, and labels that mean "no label".
     max_queries : int, default=10000
         Queries of each group; where it has more rows, they are drawn at random. Galleries are complete.
     random_state : int, default=0
@@ -356,27 +323,20 @@ def evaluate(
     Returns
     -------
     pandas.DataFrame
-        A row for each `group` of queries ("unseen", "seen" and "trained on", rows the estimator was fitted on whatever
-        their labels are now) and `gallery` ("mixed", all labelled rows; "unseen" or "seen", those of such classes).
-        In points: LP@1 `frozen` and `adapted`, their `change` with its interval from `low` to `high`, and, for unseen
-        queries in the mixed gallery, the `capture_rate`, the share whose nearest neighbour is of a seen class.
-        `n_queries` of `n_rows` were searched; `n_copies` of them found an exact copy of themselves.
-
-    Notes
-    -----
-    Intervals by `ega.measure.statistics.bootstrap`. Rows that were fitted on are recognised by their hashes
-    (`hash_rows`); a copy that was stored as float16 or int8 after the fit may not be recognised.
+        A row for each `group` of queries ("unseen", "seen" and "trained on": rows that were fitted on) and `gallery`
+        ("mixed": all labelled rows; "unseen" or "seen": those of such classes). In points: LP@1 `frozen` and `adapted`,
+        their `change` with its interval from `low` to `high`, and for unseen queries in the mixed gallery the
+        `capture_rate`, the share whose nearest neighbour is of a seen class. `n_queries` of `n_rows` were searched,
+        and `n_copies` of them found an exact copy of themselves.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from ega.estimator import EmbeddingAdapter
-    >>> from ega.measure.evaluation import evaluate
+    >>> from ega import EmbeddingAdapter, evaluate
     >>> y = np.repeat(np.arange(8), 10)
     >>> X = np.eye(8)[y] + 0.3 * np.random.default_rng(0).normal(size=(80, 8))
     >>> adapter = EmbeddingAdapter("lda", max_unseen_loss=None).fit(X[y < 6], y[y < 6])
-    >>> table = evaluate(adapter, X, y)
-    >>> print(table[["group", "gallery", "n_queries", "frozen"]].round(1).to_string(index=False))
+    >>> print(evaluate(adapter, X, y)[["group", "gallery", "n_queries", "frozen"]].round(1).to_string(index=False))
          group gallery  n_queries  frozen
         unseen   mixed         20    85.0
         unseen  unseen         20   100.0
@@ -384,14 +344,7 @@ def evaluate(
     trained on    seen         60    95.0
     """
     x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
-    return evaluate_embeddings(
-        x,
-        transform(estimator.adapter_, x, device=estimator.device),
-        labels,
-        seen,
-        trained_on,
-        max_queries=max_queries,
-        device=estimator.device,
-        random_state=random_state,
-        confidence=confidence,
-    )
+    device = estimator.device
+    options: dict[str, Any] = dict(random_state=random_state, confidence=confidence, max_queries=max_queries)
+    z = transform(estimator.adapter_, x, device=device)
+    return evaluate_embeddings(x, z, labels, seen, trained_on, device=device, **options)

@@ -31,7 +31,7 @@ from ega.data.files import hash_arrays
 from ega.deploy.report import write_report
 from ega.estimator import EmbeddingAdapter
 from ega.experiments.runs import build_config, fit_and_return_transform
-from ega.measure.evaluation import evaluate, hash_rows
+from ega.measure.evaluation import evaluate, hash_unit_rows
 from ega.method.adapters import (
     LinearAdapter,
     LoRAAdapter,
@@ -308,7 +308,7 @@ def test_rows_are_checked_and_hashed_in_blocks_as_a_whole(many_rows):
     e = EmbeddingAdapter(few_steps(), max_unseen_loss=None).fit(x, y)
     unit = check_X(x)
     assert e.data_fingerprint_ == hash_arrays(unit, y)
-    assert np.array_equal(e.fit_row_hashes_, np.unique(hash_rows(unit[y >= 0])))
+    assert np.array_equal(e.fit_row_hashes_, np.unique(hash_unit_rows(unit[y >= 0])))
     assert np.array_equal(e.transform(x), transform(e.adapter_, unit))
     bad = x.copy()
     bad[2**14 + 5] = np.nan

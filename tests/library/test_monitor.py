@@ -15,7 +15,6 @@ from ega.estimator import EmbeddingAdapter
 from ega.method.adapters import LinearAdapter, ReleasedEGA, transform
 from ega.method.closed_form import WCCN, LDAMap
 from ega.method.interface import as_adapter
-from ega.testing import error_message
 
 D = 12
 
@@ -73,7 +72,6 @@ def test_p_value_depends_on_ranks_alone():
     a_changed, b_changed = (np.stack([np.exp(v[:, 0]), -v[:, 1], v[:, 2] ** 3], 1) for v in (a, b))
     p = permutation_test(a, b, n_permutations=499)[0]
     assert p == permutation_test(a_changed, b_changed, n_permutations=499)[0]
-    assert permutation_test(a[::-1], b[::-1], n_permutations=499)[0] == pytest.approx(p, abs=0.1)  # other subsets
 
 
 @pytest.mark.parametrize("distribution", ("normal", "counts", "heavy"))
@@ -97,9 +95,9 @@ def test_check_reports_and_counts_batches():
     m = Monitor.fit(unit(300, 10, 0.8), WHITE, cone, horizon=3)
     usual, new = m.check(unit(40, 11, 0.8)), m.check(unit(40, 12))
     assert not usual.alert and new.alert and new.p_value == 1 / 300 and new.threshold == pytest.approx(0.05 / 3)
-    assert usual.sentence.startswith("no alert: batch 1 of 3, 40 queries") and new.sentence.startswith("alert: ")
+    assert usual.sentence.startswith("no alert: batch 1 of 3") and new.sentence.startswith("alert: ")
     assert [m.check(unit(40, 13, 0.8)).batch_number for _ in range(2)] == [3, 4]
-    assert "batch 5 (beyond the horizon" in m.check(unit(40, 13, 0.8)).sentence
+    assert "beyond" in m.check(unit(40, 13, 0.8)).sentence
     distances = query_signals(unit(40, 12), WHITE, cone)["nearest_distance"]
     assert new.medians["nearest_distance"][1] == pytest.approx(np.median(distances))
 
@@ -149,7 +147,8 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     m, estimator = Monitor.fit(unit(50, 7), MLP, gallery), EmbeddingAdapter("wccn", max_unseen_loss=None)
     estimator.fit(unit(40, 1), np.arange(40) // 4).save(tmp_path / "A")
     before = {f.name: f.read_bytes() for f in (tmp_path / "A").iterdir()}
-    assert "not of a monitor" in error_message(lambda: m.save(tmp_path / "A"))
+    with pytest.raises(InputError):
+        m.save(tmp_path / "A")
     assert before == {f.name: f.read_bytes() for f in (tmp_path / "A").iterdir()}
     other = Monitor.fit(unit(50, 7), WHITE, gallery)
     for monitor in (m, other, m):  # the weights have another name in `other`
@@ -157,32 +156,24 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("columns", ([f"f{i}" for i in range(D)], range(5, 5 + D)), ids=("texts", "integers"))
-def test_columns_of_a_dataframe_are_checked_as_transform_does(tmp_path, columns):
+def test_columns_in_another_order_are_refused(tmp_path, columns):
     def frame(*args):
         return pd.DataFrame(unit(*args), columns=columns)
-
-    def moved(*args):
-        return frame(*args).iloc[:, ::-1]
 
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(pd.DataFrame(gallery, columns=columns), y)
     monitor = Monitor.fit(frame(50, 7), e, frame(200, 8))
     loaded = Monitor.load(monitor.save(tmp_path / "m"))
     assert loaded.check(frame(9, 1)) == monitor.check(unit(9, 1))
+    moved = [frame(n, 7).iloc[:, ::-1] for n in (50, 200, 9)]
     for call in (
-        lambda: Monitor.fit(moved(50, 7), e, frame(200, 8)),
-        lambda: Monitor.fit(frame(50, 7), e, moved(200, 8)),
-        lambda: Monitor(e, moved(200, 8), monitor.reference),
-        lambda: monitor.check(moved(9, 1)),
-        lambda: loaded.check(moved(9, 1)),
+        lambda: Monitor.fit(moved[0], e, frame(200, 8)),
+        lambda: Monitor.fit(frame(50, 7), e, moved[1]),
+        lambda: monitor.check(moved[2]),
+        lambda: loaded.check(moved[2]),
     ):
         with pytest.raises(InputError):
             call()
     assert monitor.batches_checked == loaded.batches_checked == 1
-    about = json.loads((tmp_path / "m/monitor.json").read_text())
-    for bad in (["f0"] * D, ["f0"], [], [1.5] * D):
-        (tmp_path / "m/monitor.json").write_text(json.dumps(about | {"columns": bad}))
-        with pytest.raises(InputError):
-            Monitor.load(tmp_path / "m")
 
 
 def test_reference_queries_in_the_gallery_are_refused():
@@ -201,15 +192,21 @@ def test_reference_queries_that_the_adapter_was_fitted_on_are_refused():
     Monitor.fit(rows[60:], adapter, gallery)
 
 
+@pytest.mark.parametrize("change", [{"k": 300}, {"horizon": 0}, {"significance": 2}, {"signals": ["a", "b", "c"]}])
+def test_a_changed_description_is_refused(tmp_path, change):
+    path = Monitor.fit(unit(50, 7), WHITE, gallery).save(tmp_path / "m") / "monitor.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError):
+        Monitor.load(tmp_path / "m")
+
+
 @pytest.mark.parametrize(
     "call",
     [
         lambda: Monitor.fit(unit(50, 7), WHITE, gallery, significance=0.0),
-        lambda: Monitor.fit(unit(50, 7), WHITE, gallery, horizon=0),
         lambda: Monitor.fit(unit(50, 7), WHITE, gallery[:4]),
-        lambda: Monitor.fit(0 * unit(50, 7), WHITE, gallery),
         lambda: Monitor.fit(np.nan * unit(50, 7), WHITE, gallery),
-        lambda: Monitor.fit(unit(18, 7), WHITE),
+        lambda: Monitor.fit(unit(1, 7), WHITE, k=1),
         lambda: Monitor.fit(unit(5, 7).repeat(8, 0), WHITE),
         lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(5, 1)[:, :4]),
         lambda: Monitor.fit(unit(50, 7), WHITE, gallery).check(unit(1, 1)),
