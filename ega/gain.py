@@ -154,10 +154,9 @@ def _page(e):
     "The paragraphs of the printed page, one of them a table."
     some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
     lp = format_points(*e.frozen.loc[0, ["lp_at_1", "low", "high"]], sign="")
-    text = (
-        f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median). LP@1, "
-    )
-    yield f"{text}the share of queries whose nearest neighbour carries their label, is {lp} points by leave-one-out."
+    rows = f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median). "
+    text = "LP@1, the share of queries whose nearest neighbour carries their label, is "
+    yield f"{rows}{text}{lp} points by leave-one-out."
     if e.copies:
         text = f"The nearest neighbour of {e.copies:.1f} % of the rows is an exact copy, so these numbers say little "
         yield f"{text}about new rows: keep one of the copies."

@@ -109,6 +109,10 @@ class Store:
 
     def add(self, es: EmbeddingSet, *, batch_size: int = 512, progress: bool = False) -> Changes:
         "Write frozen embeddings, with label, class and split: add new ids, replace embeddings that have changed."
+        if "adapted by" in (notes := str(es.meta.get("notes", ""))):
+            raise InputError(
+                f"expected embeddings that are not adapted, but their notes say {notes!r}; add the frozen ones"
+            )
         keys = self._prepare(es)
         new, updated = self._compare(keys, es.x, batch_size)
         with progress_bar(len(new) + len(updated), progress, "write") as bar:

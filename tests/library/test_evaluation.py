@@ -232,20 +232,6 @@ def test_evaluate_compares_the_transformed_rows(fitted):
     assert (narrow.high - narrow.low < got.high - got.low).all()
 
 
-def test_evaluate_with_text_labels_equals_integer_labels():
-    x, y = clouds()
-    names = np.array([f"class {label}" for label in y], dtype=object)
-    names[[1, 40]] = ["", None]  # unlabelled
-    numbers = y.copy()
-    numbers[[1, 40]] = -1
-    tables = []
-    for labels in (numbers, names):
-        e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x[y < 4], labels[y < 4])
-        tables.append(evaluate(e, x, labels))
-    pd.testing.assert_frame_equal(*tables)
-    assert tables[0].n_queries.tolist() == [30, 30, 58, 58]
-
-
 def test_evaluate_on_seen_or_on_unseen_classes_only(fitted):
     e, x, y = fitted
     assert evaluate(e, x[y < 4], y[y < 4])[["group", "gallery"]].values.tolist() == [["trained on", "seen"]]

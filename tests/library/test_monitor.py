@@ -74,23 +74,6 @@ def test_p_value_depends_on_ranks_alone():
     assert p == permutation_test(a_changed, b_changed, n_permutations=499)[0]
 
 
-@pytest.mark.parametrize("distribution", ("normal", "counts", "heavy"))
-def test_p_values_are_valid_for_any_distribution(distribution):
-    "600 tests of two samples of one distribution: the share of p <= .1 is at most a tenth, and not far below it."
-    rng = np.random.default_rng(6)
-
-    def draw(n):
-        u = rng.standard_normal((n, 1))
-        return {
-            "normal": np.hstack([u, u + rng.standard_normal((n, 1))]),
-            "counts": rng.poisson(1.5, (n, 2)),
-            "heavy": np.hstack([rng.standard_cauchy((n, 1)), np.exp(3 * u)]),
-        }[distribution]
-
-    p = np.array([permutation_test(draw(60), draw(15), n_permutations=99)[0] for _ in range(600)])
-    assert 0.05 < (p <= 0.1).mean() <= 0.1 + 3 * (0.09 / 600) ** 0.5 and np.isclose(p * 100, np.round(p * 100)).all()
-
-
 def test_check_reports_and_counts_batches():
     m = Monitor.fit(unit(300, 10, 0.8), WHITE, cone, horizon=3)
     usual, new = m.check(unit(40, 11, 0.8)), m.check(unit(40, 12))

@@ -126,16 +126,6 @@ def test_variance_components_recover_the_simulated_variances():
     assert np.isclose(got.total.mean**2, sum(p.mean**2 for p in got[:3]))
 
 
-def test_variance_component_intervals_have_their_coverage():
-    "300 simulations of 5 splits and 3 seeds; at least 0.95 minus 4 standard errors of a binomial share."
-    y, r, truth = np.repeat(np.arange(12), 10), rng(4), np.sqrt([0.04**2 + 0.09**2 / 12, 0.03**2, (0.09 + 0.04) / 120])
-    found = [
-        variance_components([simulate(r, 5, 3, y, 0.04, 0.09, 0.03, 0.3, 0.2)], r, n_draws=800) for _ in range(300)
-    ]
-    for k in range(3):
-        assert np.mean([f[k].low <= truth[k] <= f[k].high for f in found]) > 0.95 - 4 * (0.95 * 0.05 / 300) ** 0.5
-
-
 # ---- tests
 
 

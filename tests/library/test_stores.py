@@ -269,6 +269,12 @@ def test_wrong_input_is_refused_and_changes_nothing(store, tmp_path):
     assert store.versions() == ["vector"] and store.count(None) == N
 
 
+def test_rows_that_were_adapted_are_not_added(store):
+    adapted = EmbeddingSet(x, y, classes=SET.classes, meta=META | {"notes": "adapted by LinearAdapter, weights 0"})
+    with pytest.raises(InputError, match="not adapted"):
+        store.add(adapted)
+
+
 @pytest.mark.parametrize("wrong", ("none.lance", "hollow.lance", "f", "adapter", "qdrant"))
 def test_open_store_refuses_what_is_no_store(tmp_path, wrong):
     pytest.importorskip("lancedb"), pytest.importorskip("qdrant_client")

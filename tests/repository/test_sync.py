@@ -57,5 +57,5 @@ def test_each_way_out_of_step_is_named(tree):
 
 
 def test_an_edited_notebook_is_named_by_its_module(tree):
-    edit(tree / "nbs/data/01_arrays.ipynb", "Return `z`, or raise", "Return z, or raise")
+    edit(tree / "nbs/data/01_arrays.ipynb", "Bring rows to norm 1;", "Bring the rows to norm 1;")
     assert [line.split(":")[0] for line in complaints(tree)] == ["ega/data/arrays.py"]
