@@ -8,6 +8,7 @@ __all__ = ['GainEstimate', 'estimate_gain']
 # %% ../nbs/adapt/04_gain.ipynb #9363309d
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from textwrap import fill
 from typing import Any
 
@@ -201,7 +202,8 @@ class GainEstimate:
     reason: str = ""  # why it passes or fails, or why nothing was estimated
 
     def __str__(self):
-        return "\n\n".join(fill(p, 80) if isinstance(p, str) else p.to_string(index=False) for p in _page(self))
+        wrap = partial(fill, width=80, break_on_hyphens=False)
+        return "\n\n".join(wrap(p) if isinstance(p, str) else p.to_string(index=False) for p in _page(self))
 
     def to_dict(self) -> dict:
         "A dictionary that JSON can hold; nan becomes None."
