@@ -339,14 +339,16 @@ def match_classes(classes: np.ndarray, fitted: np.ndarray) -> np.ndarray:
     known = np.isin(classes, fitted)
     if kind == "integers" or known.all():
         return known
-    unknown = [_as_written(text) for text in classes[~known].tolist()]
+    unknown = {_as_written(text): text for text in classes[~known].tolist()}
     spellings = {_as_written(text): text for text in fitted.tolist()}
     if same := [text for text in unknown if text in spellings]:
         raise InputError(
-            f"label {same[0]!r} is class {spellings[same[0]]!r} of fit in another spelling; write it alike"
+            f"label {unknown[same[0]]!r} is class {spellings[same[0]]!r} of fit in another spelling; write it alike"
         )
     if not any(map(_is_number, spellings)) and all(map(_is_number, unknown)):
-        raise InputError(f"labels must be names of classes such as {fitted[:3]}, as in fit, got numbers {unknown[:3]}")
+        raise InputError(
+            f"labels must be names of classes such as {fitted[:3]}, as in fit, got numbers {[*unknown][:3]}"
+        )
     return known
 
 

@@ -320,7 +320,7 @@ def test_classes_named_by_digits_keep_their_identity(labelled, tmp_path, call):
     assert call("fit", pack, "-o", tmp_path / "a", "--method", "wccn", "--quiet")[0] == 0
     expected = call("evaluate", tmp_path / "a", pack)
     assert expected[0] == 0 and call("evaluate", tmp_path / "a", pack, tmp_path / "y.csv") == expected
-    for name, words in (("y.npy", "must be texts"), ("zeros.csv", "are the same number")):
+    for name, words in (("y.npy", "must be texts"), ("zeros.csv", "spelling")):
         for command in (("evaluate",), ("report", "-o", tmp_path / "r.md")):
             code, _, err = call(*command, tmp_path / "a", pack, tmp_path / name)
             assert code == 2 and words in err
