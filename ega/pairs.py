@@ -469,8 +469,8 @@ class PairAdapter(_BaseAdapter):
         Strengths in [0, 1] that are compared: 1 is the fitted candidate; for "two" 0 is its whitening.
     cv : int, default=4
         Number of parts of the queries, each held out twice.
-    confidence, random_state, n_jobs, device, verbose
-        As those of `EmbeddingAdapter`.
+    confidence, random_state, n_jobs, device, verbose : as in `EmbeddingAdapter`
+        Settings of the comparison and of the fit.
 
     Attributes
     ----------

@@ -28,7 +28,7 @@ from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
 from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.config import MethodConfig, build_method_config
-from .method.methods import fit_path
+from .method.methods import check_loss, fit_path
 
 # %% ../nbs/adapt/01_selection.ipynb #candidate-of
 CANDIDATES = ("affine_nca",)
@@ -435,6 +435,9 @@ def select_adapter(
     resolved = [resolve_candidate(c, random_state=random_state) for c in candidates if c != "frozen"]
     if len(configs := dict(resolved)) < len(resolved):
         raise InputError("candidates must have distinct names; rename the repeated one")
+    for config in configs.values():
+        if config.loss is not None:
+            check_loss(config.loss)  # before any candidate is trained
     n_classes, needed = int((np.bincount(y, minlength=1) > 1).sum()), max(MIN_CLASSES, 2 * n_folds)
     if not configs:
         return frozen_selection("only the frozen embeddings were named, so nothing was compared", limits, n_classes)
