@@ -43,7 +43,7 @@ from ega.data.arrays import (
 )
 from .data.files import READ_ERRORS, atomic_write, check_is_file, file_hash, open_npy, read_json, short_error
 from .data.packs import row_split
-from .data.runtime import limit_threads, spawn_rngs
+from .data.runtime import limit_threads, pick_device, spawn_rngs
 from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
 from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
 from .method.closed_form import ClassStatistics
@@ -190,8 +190,29 @@ class _BaseAdapter(BaseEstimator):
 
     def _selection_settings(self):
         "The settings that `select_adapter` and `select_pair_adapter` take."
-        names = ("max_unseen_loss", "unseen_share", "confidence", "strengths", "random_state", "n_jobs", "device")
-        return {name: getattr(self, name) for name in names} | {"n_folds": self.cv}
+        names = ("max_unseen_loss", "unseen_share", "confidence", "strengths", "random_state", "n_jobs")
+        return {name: getattr(self, name) for name in names} | {"n_folds": self.cv, "device": pick_device(self.device)}
+
+    def _select_without_comparison(self, name, config, n):
+        "The Selection of a candidate at full strength; n: classes, or queries."
+        reason, strength = "fitted without comparison, because max_unseen_loss is None", float(name != "frozen")
+        return Selection(reason, None, self.confidence, n, name, strength, config)
+
+    def _replace_fitted(self, fitted):
+        "Take over the attributes of a fit that succeeded; returns the estimator."
+        self.__dict__.pop("feature_names_in_", None)  # of an earlier fit
+        self.__dict__.update(vars(fitted))
+        return self
+
+    @property
+    def cv_results_(self) -> dict:
+        "The table of candidates and the changes on each fold, in the form of GridSearchCV.cv_results_."
+        return self.selection_.cv_results
+
+    @property
+    def frozen_(self) -> bool:
+        "Whether the embeddings stay as they are."
+        return self.selection_.frozen
 
     def _transform_with(self, adapter, X):
         "Adapt the rows of X with one of the fitted adapters, and return them in a container like X."
@@ -204,10 +225,8 @@ class _BaseAdapter(BaseEstimator):
         "The description that is saved beside the other files, whose SHA-256 are `hashes`, as JSON can hold it."
         settings = {name: value for name, value in self.get_params(deep=False).items() if name not in _NOT_SAVED}
         if "method" in settings:
-            method, *candidates = (
-                c if isinstance(c, str) else resolve_candidate(c) for c in (self.method, *self.candidates)
-            )
-            settings |= {"method": method, "candidates": candidates}
+            given = [c if isinstance(c, str) else resolve_candidate(c) for c in (self.method, *self.candidates)]
+            settings |= {"method": given[0], "candidates": given[1:]}
         selection = vars(self.selection_)
         columns = {name: _columns_to_lists(selection[name]) for name in ("table", "cv_results")}
         values = {
@@ -232,7 +251,7 @@ class _BaseAdapter(BaseEstimator):
         """
         check_is_fitted(self)
         if statistics:
-            self._updatable_statistics()
+            self._check_statistics()
         endings = [ending for ending in self._files if statistics or ending != ".statistics.npz"]
         adapters = [getattr(self, self._files[e]) for e in endings if e.endswith(".safetensors")]
         if joint_fingerprint(adapters) != self.fingerprint_:
@@ -258,9 +277,12 @@ class _BaseAdapter(BaseEstimator):
             weights.with_suffix(ending).unlink(missing_ok=True)
         return Path(path)
 
-    def _updatable_statistics(self):
-        "The class statistics that updates need; InputError where there are none."
-        raise InputError(f"{type(self).__name__} has no class statistics; leave out statistics=True")
+    def _check_statistics(self):
+        "Raise InputError where there are no class statistics."
+        if getattr(self, "statistics_", None) is None:
+            why = "its method keeps none, or it was saved without statistics=True (`ega fit --keep-statistics`)"
+            name = f"{self.selection_.method} at strength {self.selection_.strength:g}"
+            raise InputError(f"{name} has no class statistics, which updates need: {why}; fit it again")
 
     @classmethod
     def load(cls, path: "str | Path") -> Any:
@@ -286,10 +308,9 @@ class _BaseAdapter(BaseEstimator):
             hashes = dict(values["files"])
         except READ_ERRORS as error:
             problem = f"{type(error).__name__}: {short_error(error)}; ega {short_repr(values.get('ega'))} wrote it"
-            raise InputError(
-                f"{description}: cannot be read ({problem}); copy it again, or fit and save again"
-            ) from error
-        estimator.__dict__.update(fitted, cv_results_=selection.cv_results, frozen_=selection.frozen)
+            message = f"{description}: cannot be read ({problem}); copy it again, or fit and save again"
+            raise InputError(message) from error
+        estimator.__dict__.update(fitted)
         for ending, attribute in cls._files.items():
             file, value = description.with_suffix(ending), None  # description
             if ending in hashes or ending != ".statistics.npz":
@@ -328,16 +349,6 @@ class _BaseAdapter(BaseEstimator):
         return cls.load(hub.snapshot_download(name, allow_patterns=["adapter.*"], **kwargs))
 
 # %% ../nbs/adapt/02_estimator.ipynb #ega
-def _number_by_appearance(labels):
-    """Labels (n,) as 0, 1, ... in the order in which they first occur, and the label of each number (C,); -1 stays.
-
-    With these numbers neither the names nor the order of the classes change what is drawn, and so the result.
-    """
-    known, numbers = labels >= 0, labels.copy()
-    numbers[known], label_of_number = pd.factorize(labels[known])
-    return numbers, label_of_number
-
-
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseAdapter):
     """Adapt embeddings of a frozen encoder to labels, with a limit on what unseen classes may lose.
 
@@ -350,17 +361,15 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     Parameters
     ----------
     method : str or (str, MethodConfig), default="auto"
-        "auto" selects among `candidates`. A key of `ega.method.config.METHODS`, or a name with a configuration,
-        is fitted if it passes the safety check.
+        A key of `ega.method.config.METHODS`, or a name with a configuration; "auto" selects among `candidates`.
     max_unseen_loss : float or None, default=1.0
-        Points of LP@1 that unseen classes may lose, at least 0. None: fit `method` at full strength without
-        comparison; the parameters of the comparison then have no effect.
+        Points of LP@1 that unseen classes may lose. None: fit `method` at full strength without any comparison.
     unseen_share : float, default=0.5
         Share of the queries that is expected from unseen classes, in [0, 1]: its weight in the gain.
     confidence : float, default=0.95
         Confidence of the one-sided bounds on both changes, in [0.5, 1), for each candidate and strength by itself.
     candidates : sequence of str or (str, MethodConfig), default=("affine_nca",)
-        Methods that "auto" compares. Another `method` is compared alone.
+        Methods that "auto" compares.
     strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
         Strengths in [0, 1] that are compared: 1 is the fitted method, 0 its closed form before training.
     cv : int, default=4
@@ -368,8 +377,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     random_state : int, default=0
         Seed of the folds, the training and the bootstrap.
     n_jobs : int or None, default=None
-        Folds compared in parallel, in joblib workers of one thread each; -1 uses all cores. Any number gives the
-        same result. None compares one fold after the other.
+        Folds compared in parallel, in joblib workers of one thread each; -1: all cores; None: one after the other.
     device : torch.device, str or None, default=None
         Where to train and transform. None: CUDA when there is one, else the CPU.
     verbose : bool, default=False
@@ -380,21 +388,19 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     selection_ : Selection
         Selected method and strength, the reason, and the table of all candidates.
     cv_results_ : dict of ndarray
-        The table and the changes on each fold as `GridSearchCV.cv_results_` has them. Empty if nothing was compared.
+        That table and the changes on each fold as `GridSearchCV.cv_results_` has them; empty if nothing was compared.
     frozen_ : bool
         Whether no candidate passed, so that `transform` changes nothing but the norm.
     adapter_ : torch.nn.Module
         The fitted adapter, on the CPU.
     classes_ : ndarray of shape (n_classes,)
         The classes that were fitted on, in ascending order.
-    n_features_in_, feature_names_in_
-        Number of columns seen in `fit`, and their names in a DataFrame, if they are texts.
     fingerprint_, data_fingerprint_ : str
         SHA-256 of the weights; of the embeddings and labels given to `fit`, `partial_fit` and `forget`.
     fit_row_hashes_ : ndarray of uint64
         Hashes of the labelled rows fitted on, by which `ega.evaluate` and the report recognise these rows.
     statistics_ : ClassStatistics or None
-        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``. None without these.
+        Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``.
 
     Notes
     -----
@@ -426,8 +432,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         ".fit_rows.npy": "fit_row_hashes_",
         ".statistics.npz": "statistics_",
     }
-    _own_constraints: ClassVar = {"method": [str, tuple, list], "candidates": [list, tuple]}
-    _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | _own_constraints
+    _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
+        "method": [str, tuple, list],
+        "candidates": [list, tuple],
+    }
     _n_features_out = property(lambda self: self.n_features_in_)
 
     def __init__(
@@ -473,34 +481,28 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         Returns
         -------
         EmbeddingAdapter
-            The estimator itself. A fit that fails leaves it as it was.
+            The estimator itself, which a fit that fails leaves as it was.
         """
         self._check_settings()
-        names = SimpleNamespace()  # gets the names of the columns, because a fit that fails must not change self
+        fitted = SimpleNamespace()
         with limit_threads(), FitProgress(self.verbose) as progress:
-            progress.start("checking X and y")
+            progress.set_description_str("checking X and y")
             progress.add_steps(1)  # the fit on all labelled rows
-            check_feature_names(names, X, reset=True)
-            rows, labels, classes = self._check_rows(X, y, unlabelled)
-            check_rows_per_class(labels, classes)
-            data_fingerprint, row_hashes = rows.hashes(labels)
-            numbers, label_of_number = _number_by_appearance(labels)
-            selection = self._select(rows, numbers, len(classes), progress)
-            adapter, statistics = self._fit_selected(selection, rows, numbers, progress)
+            check_feature_names(fitted, X, reset=True)
+            rows, labels, fitted.classes_ = self._check_rows(X, y, unlabelled)
+            check_rows_per_class(labels, fitted.classes_)
+            fitted.n_features_in_ = rows.shape[1]
+            fitted.data_fingerprint_, fitted.fit_row_hashes_ = rows.hashes(labels)
+            known, numbers = labels >= 0, labels.copy()
+            numbers[known], label_of_number = pd.factorize(
+                labels[known]
+            )  # names and order of the classes count nothing
+            fitted.selection_ = self._select(rows, numbers, len(fitted.classes_), progress)
+            fitted.adapter_, statistics = self._fit_selected(fitted.selection_, rows, numbers, progress)
             progress.finish()
-        self.__dict__.pop("feature_names_in_", None)
-        self.__dict__.update(vars(names))
-        self.selection_ = selection
-        self.cv_results_ = selection.cv_results
-        self.frozen_ = selection.frozen
-        self.adapter_ = adapter
-        self.statistics_ = statistics and statistics.relabel(label_of_number[statistics.classes])
-        self.classes_ = classes
-        self.n_features_in_ = rows.shape[1]
-        self.fingerprint_ = adapter_fingerprint(adapter)
-        self.data_fingerprint_ = data_fingerprint
-        self.fit_row_hashes_ = row_hashes
-        return self
+        fitted.statistics_ = statistics and statistics.relabel(label_of_number[statistics.classes])
+        fitted.fingerprint_ = adapter_fingerprint(fitted.adapter_)
+        return self._replace_fitted(fitted)
 
     def _check_rows(self, X, y, unlabelled, dim=None):
         "Unit rows, the position of each label in the classes (n,), and the classes."
@@ -518,17 +520,16 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             return select_adapter(rows, y, candidates, progress=progress, **self._selection_settings())
         if self.method == "auto":
             raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method")
-        name, config = resolve_candidate(self.method, random_state=self.random_state)
-        reason = "fitted without comparison, because max_unseen_loss is None"
-        strength = 0.0 if name == "frozen" else 1.0
-        return Selection(name, strength, reason, pd.DataFrame(), None, self.confidence, n_classes, config)
+        return self._select_without_comparison(
+            *resolve_candidate(self.method, random_state=self.random_state), n_classes
+        )
 
     def _fit_selected(self, selection, rows, y, progress):
         "The selected adapter, and the statistics of the labelled rows, or None where no update is possible."
         if selection.frozen:
             return LinearAdapter(rows.shape[1]).eval(), rows.statistics(y)
         config, known, statistics = selection.config, np.flatnonzero(y >= 0), None
-        progress.start(f"{selection.method} on all {len(known)} labelled rows")
+        progress.set_description_str(f"{selection.method} on all {len(known)} labelled rows")
         from_statistics = config.adapter.init_transform in STATISTICS_TRANSFORMS
         needed = known[needed_rows(config, y[known])] if from_statistics else known
         if len(needed) < len(known):
@@ -579,20 +580,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self._change_rows("-", rows, labels, classes)
         return self
 
-    def _updatable_statistics(self):
-        "The class statistics; InputError where there are none, so that rows can be neither added nor removed."
-        selection = self.selection_
-        if not can_update(selection.config, selection.strength):
-            name = f"{selection.method} at strength {selection.strength:g}"
-            raise InputError(f"{name} has no class statistics, so it cannot be updated; fit it again on all rows")
-        if self.statistics_ is None:
-            advice = "fit it again and save it with statistics=True (`ega fit --keep-statistics`)"
-            raise InputError(f"this adapter was saved without its class statistics, which updates need; {advice}")
-        return self.statistics_
-
     def _check_changed_rows(self, X, y, unlabelled):
         "As `_check_rows`, for rows that are added or removed."
-        self._updatable_statistics()
+        self._check_statistics()
         check_feature_names(self, X, reset=False)
         rows, labels, classes = self._check_rows(X, y, unlabelled, self.n_features_in_)
         if not len(classes):
@@ -633,23 +623,18 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         """
         check_is_fitted(self)
         import_optional("onnx", "onnx")
-        path, adapter = Path(path), self.adapter_
+        path = Path(path)
 
-        class NormalizedAdapter(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.adapter = adapter
-
+        class Normalize(torch.nn.Module):
             def forward(self, x):
-                return self.adapter(l2_normalize(x))
+                return l2_normalize(x)
 
+        model = torch.nn.Sequential(Normalize(), self.adapter_).eval()
         axes = {"x": {0: "n"}, "z": {0: "n"}}
-        options: dict[str, Any] = dict(
-            input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17, dynamo=False
-        )
+        options: dict[str, Any] = dict(input_names=["x"], output_names=["z"], dynamic_axes=axes, opset_version=17)
         with warnings.catch_warnings(), atomic_write(path) as temporary:
             warnings.simplefilter("ignore")  # the tracer warns of the check of the width, which is constant
-            torch.onnx.export(NormalizedAdapter().eval(), (torch.ones(2, adapter.d),), str(temporary), **options)
+            torch.onnx.export(model, (torch.ones(2, self.adapter_.d),), str(temporary), dynamo=False, **options)
         return path
 
     def __sklearn_tags__(self):

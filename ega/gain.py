@@ -21,7 +21,16 @@ from .data.runtime import limit_threads, linear, spawn_rngs
 from .measure.evaluation import format_points, label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
 from .method.closed_form import DiscriminantWhitening
-from .selection import MIN_CLASSES, compared_rows, leave_classes_out, pick_candidate, score_candidates
+from ega.selection import (
+    MIN_CLASSES,
+    N_BOOT,
+    STRENGTHS,
+    compared_rows,
+    join_parts,
+    leave_classes_out,
+    pick_candidate,
+    score_candidates,
+)
 
 # %% ../nbs/adapt/04_gain.ipynb #7a9b108f
 _FOLDS = 4  # parts of the classes, each held out once
@@ -33,10 +42,8 @@ def _make_folds(y, rng):
     "Folds of classes, and an empty text; no folds, and why nothing can be estimated, where there is too little data."
     n_classes = sum(len(rows) > 1 for rows in rows_by_class(y))
     if n_classes < MIN_CLASSES:
-        return (
-            [],
-            f"{n_classes} classes have two labelled rows or more, and {MIN_CLASSES} are needed: label more classes",
-        )
+        needed = f"{MIN_CLASSES} are needed: label more classes"
+        return [], f"{n_classes} classes have two labelled rows or more, and {needed}"
     folds = leave_classes_out(y, rng, n_folds=_FOLDS, max_queries=_MAX_QUERIES)
     needed = [(f.seen_queries, f.unseen_queries, rows_with_classmate(y, f.fit)) for f in folds]
     if any(len(rows) == 0 for fold_rows in needed for rows in fold_rows):
@@ -44,14 +51,9 @@ def _make_folds(y, rng):
     return folds, ""
 
 
-def _join(parts):
-    "Concatenate the first entries of all parts, their second entries, and so on."
-    return [np.concatenate(entries) for entries in zip(*parts)]
-
-
 def _queries(folds):
     "Row numbers of the seen and of the held-out queries of all folds."
-    return _join((fold.seen_queries, fold.unseen_queries) for fold in folds)
+    return join_parts((fold.seen_queries, fold.unseen_queries) for fold in folds)
 
 
 def _search_fold(z, y, fold):
@@ -70,15 +72,12 @@ def _frozen_table(x, y, folds, hits, rng):
     found = label_hits(x, y, queries, np.arange(len(y)))
     groups = [("all", "leave-one-out", queries, found.hit)]
     if folds:
-        groups += zip(("seen", "held-out"), ("mixed", "mixed"), _queries(folds), _join(hits))
+        groups += zip(("seen", "held-out"), ("mixed", "mixed"), _queries(folds), join_parts(hits))
     table = [(name, gallery, len(rows), *bootstrap(100 * hit, y[rows], rng)) for name, gallery, rows, hit in groups]
     columns = ["classes", "gallery", "n_queries", "lp_at_1", "low", "high"]
     return pd.DataFrame(table, columns=columns), float(100 * found.is_copy.mean())
 
 # %% ../nbs/adapt/04_gain.ipynb #83438eea
-_STRENGTHS = (0.0, 0.25, 0.5, 1.0)
-
-
 def _fold_changes(x, y, fold, fit_rows, frozen, strengths):
     "{strength: (seen, held-out)}: changes of LP@1 against frozen hits, by the closed form fitted on some rows."
     closed_form = DiscriminantWhitening(0.0).fit(x[fit_rows], y[fit_rows])
@@ -115,7 +114,7 @@ def _draw_smaller_parts(y, fit, rng):
 
 
 def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs):
-    "Change of LP@1 by less data against all of it, in points, a row for each part."
+    "Change of LP@1 by less data against all of it, in points, a row for each part that every fold has."
     found = {}
     for fold, before, full in zip(folds, frozen, changes):
         for name, rows in _draw_smaller_parts(y, fold.fit, rngs.split).items():
@@ -127,13 +126,13 @@ def _compare_smaller(x, y, folds, frozen, changes, strength, unseen_share, rngs)
     for name, parts in found.items():
         if len(parts) < len(folds):
             continue
-        *values, sizes = _join(parts)
-        draws = [cluster_bootstrap_means(v, c, rngs.eval, n_boot=1000) for v, c in zip(values, classes)]
+        *values, sizes = join_parts(parts)
+        draws = [cluster_bootstrap_means(v, c, rngs.eval, n_boot=N_BOOT) for v, c in zip(values, classes)]
         line = {"part": name, "rows_per_class": float(np.median(sizes)), "n_classes": round(len(sizes) / len(parts))}
         for key, (a, b) in weights.items():
             if key == "unseen" or name != "1/2 of the classes":  # the other half was not fitted on
-                mean, spread = a * values[0].mean() + b * values[1].mean(), a * draws[0] + b * draws[1]
-                low, high = np.quantile(spread, [0.025, 0.975])
+                low, high = np.quantile(a * draws[0] + b * draws[1], [0.025, 0.975])
+                mean = a * values[0].mean() + b * values[1].mean()
                 line |= {key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)}
         table.append(line)
     return pd.DataFrame(table)
@@ -155,12 +154,15 @@ def _page(e):
     "The paragraphs of the printed page, one of them a table."
     some = "" if e.n_rows == e.n_labelled else f"{e.n_rows:,} of them took part: "
     lp = format_points(*e.frozen.loc[0, ["lp_at_1", "low", "high"]], sign="")
-    rows = f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median). "
-    text = "LP@1, the share of queries whose nearest neighbour carries their label, is "
-    yield f"{rows}{text}{lp} points by leave-one-out."
+    yield (
+        f"{e.n_labelled:,} labelled rows; {some}{e.n_classes:,} classes of {e.rows_per_class:g} rows (median). LP@1, "
+        f"the share of queries whose nearest neighbour carries their label, is {lp} points by leave-one-out."
+    )
     if e.copies:
-        text = f"The nearest neighbour of {e.copies:.1f} % of the rows is an exact copy, so these numbers say little "
-        yield f"{text}about new rows: keep one of the copies."
+        yield (
+            f"The nearest neighbour of {e.copies:.1f} % of the rows is an exact copy, so these numbers say little "
+            "about new rows: keep one of the copies."
+        )
     if e.candidates.empty:
         yield f"What an adapter gains cannot be estimated: {e.reason}."
         return
@@ -216,24 +218,26 @@ class GainEstimate:
         return {name: plain(value) for name, value in vars(self).items()}
 
 # %% ../nbs/adapt/04_gain.ipynb #9a04e1ff
-def _estimate(x, y, n_labelled, limits, random_state):
-    "The GainEstimate of unit rows x (n, d) with labels y (n,); limits: keywords of `score_candidates`."
+@limit_threads()
+def _estimate(x, y, n_labelled, max_unseen_loss, unseen_share, random_state):
+    "The GainEstimate of unit rows x (n, d) with labels y (n,)."
     rngs = spawn_rngs(random_state)
-    sizes = [len(rows) for rows in rows_by_class(y)]
+    sizes = [len(group) for group in rows_by_class(y)]
     folds, reason = _make_folds(y, rngs.split)
     frozen = [_search_fold(x, y, fold) for fold in folds]
     table, copies = _frozen_table(x, y, folds, frozen, rngs.eval)
     described = (n_labelled, len(y), len(sizes), float(np.median(sizes)), copies, table)
     if reason:
         return GainEstimate(*described, reason=reason)
-    changes = [_fold_changes(x, y, fold, fold.fit, hits, _STRENGTHS) for fold, hits in zip(folds, frozen)]
-    joined = {("closed form", s): _join(change[s] for change in changes) for s in _STRENGTHS}
-    table = score_candidates(joined, [y[rows] for rows in _queries(folds)], rng=rngs.eval, confidence=0.95, **limits)
+    changes = [_fold_changes(x, y, fold, fold.fit, hits, STRENGTHS) for fold, hits in zip(folds, frozen)]
+    joined = {("closed form", s): join_parts(change[s] for change in changes) for s in STRENGTHS}
+    limits: dict[str, Any] = dict(max_unseen_loss=max_unseen_loss, unseen_share=unseen_share, confidence=0.95)
+    table = score_candidates(joined, [y[rows] for rows in _queries(folds)], rng=rngs.eval, **limits)
     best = pick_candidate(table)
     if not (passes := best.method != "frozen"):
         best = table[1:].sort_values("gain", ascending=False, kind="stable").iloc[0]
     some = (part[:_SMALLER_FOLDS] for part in (folds, frozen, changes))
-    smaller = _compare_smaller(x, y, *some, best.strength, limits["unseen_share"], rngs)
+    smaller = _compare_smaller(x, y, *some, best.strength, unseen_share, rngs)
     capture_rate = 100 * float(np.concatenate([hits[2] for hits in frozen]).mean())
     return GainEstimate(*described, capture_rate, table, float(best.strength), passes, smaller, best.reason)
 
@@ -258,18 +262,14 @@ def estimate_gain(
     ----------
     X, y, unlabelled : as in `EmbeddingAdapter.fit`
         Embeddings (n, d), their labels, and labels that mean "no label".
-    max_unseen_loss : float, default=1.0
-        Points of LP@1 that unseen classes may lose, for the safety check.
-    unseen_share : float, default=0.5
-        Share of the queries that is expected from unseen classes, the weight of their change in the gain.
-    random_state : int, default=0
-        Seed of the folds, the draws and the bootstrap.
+    max_unseen_loss, unseen_share, random_state : as in `EmbeddingAdapter`
+        Settings of the safety check, the weight of held-out classes in the gain, and a seed.
 
     Returns
     -------
     GainEstimate
         Tables and numbers for `print`; with fewer than 10 classes of two rows only of the frozen embeddings. The
-        strength is the best of four, so its gain is slightly optimistic.
+        strength is the best of five, so its gain is slightly optimistic.
 
     Examples
     --------
@@ -293,7 +293,5 @@ def estimate_gain(
         raise InputError(f"expected 2 classes or more, one with two labelled rows, got {len(classes)} classes")
     labels[known] = pd.factorize(labels[known])[0]  # so that no name or number of a class changes the result
     rows = compared_rows(labels, random_state=random_state)
-    limits = {"max_unseen_loss": max_unseen_loss, "unseen_share": unseen_share}
-    with limit_threads():
-        x = check_X(a if len(rows) == len(a) else a[rows], "X")
-        return _estimate(x, labels[rows], int(known.sum()), limits, random_state)
+    x = check_X(a if len(rows) == len(a) else a[rows], "X")
+    return _estimate(x, labels[rows], int(known.sum()), max_unseen_loss, unseen_share, random_state)

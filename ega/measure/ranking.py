@@ -31,20 +31,14 @@ def _grades_of(I, pairs, rows):
 # %% ../../nbs/measure/05_ranking.ipynb #b608bb92
 def ranking_metrics(
     I: np.ndarray,  # (nq, m) document rows, best first, -1 for padding; as of `ega.measure.search.knn`
-    pairs: np.ndarray,  # (p, 2) or (p, 3): query row, document row, grade
+    pairs: np.ndarray,  # (p, 3) int64: query row, document row, grade
     *,
     queries: np.ndarray | None = None,  # (nq,) query row of each list; None: list i is of query i
     k: int = 10,  # documents that count, 1..m
 ) -> dict[str, np.ndarray]:  # name of the measure -> (nq,) float64 in [0, 1]
     "Compute nDCG@k, MRR@k, recall@k, MAP@k and hit@k of each query."
-    I, pairs = np.asarray(I)[:, :k], check_pairs(pairs, 2**53, 2**53)
-    rows = np.arange(len(I)) if queries is None else np.asarray(queries)
-    ordered = np.sort(I, axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-        raise InputError("a document must stand once in a list, got lists that repeat one; drop the copies")
-    if len(lacking := np.setdiff1d(rows, queries_with_relevant(pairs))):
-        raise InputError(f"every query needs a relevant document, {len(lacking)} have none, such as {lacking[0]}")
-    grades, best, n_relevant = _grades_of(I, pairs, rows)  # (nq, k), (nq, k), (nq,)
+    rows = np.arange(len(I)) if queries is None else queries
+    grades, best, n_relevant = _grades_of(I[:, :k], pairs, rows)  # (nq, k), (nq, k), (nq,)
     relevant = grades > 0
     place = np.arange(1, k + 1)
     precision = relevant.cumsum(1) / place
@@ -70,7 +64,13 @@ def evaluate_ranking(
     random_state: int = 0,  # seed of the bootstrap
 ) -> pd.DataFrame:  # group ("all", "new documents"), measure, n_queries, mean, low, high
     "Ranking measures of a search, with bootstrap intervals over queries."
-    values = ranking_metrics(I, pairs, queries=queries, k=k)
+    I, pairs = np.asarray(I), check_pairs(pairs, 2**53, 2**53)
+    rows, ordered = np.arange(len(I)) if queries is None else np.asarray(queries), np.sort(I[:, :k], axis=1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        raise InputError("a document must stand once in a list, got lists that repeat one; drop the copies")
+    if len(lacking := np.setdiff1d(rows, queries_with_relevant(pairs))):
+        raise InputError(f"every query needs a relevant document, {len(lacking)} have none, such as {lacking[0]}")
+    values = ranking_metrics(I, pairs, queries=rows, k=k)
     groups = {"all": np.ones(len(I), bool)}
     if new is not None and np.any(new):
         groups["new documents"] = np.asarray(new, bool)

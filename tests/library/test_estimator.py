@@ -14,11 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV, KFold
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import estimator_checks
 from sklearn.utils.estimator_checks import check_estimator
 from test_selection import world
@@ -43,7 +38,7 @@ from ega.method.adapters import (
 )
 from ega.method.config import build_method_config
 from ega.method.methods import fit_adapter
-from ega.selection import Selection, select_adapter
+from ega.selection import Selection
 
 root = Path(__file__).resolve().parents[2]
 EXPECTED_FAILURES = {
@@ -89,30 +84,26 @@ def test_checks_that_scikit_learn_makes_of_its_own_estimators(check):
     getattr(estimator_checks, check)("EmbeddingAdapter", EmbeddingAdapter("wccn", max_unseen_loss=None))
 
 
-def named(x, prefix="dim"):
-    return pd.DataFrame(x, columns=[f"{prefix}{i}" for i in range(x.shape[1])])
-
-
-def test_columns_of_a_dataframe_are_kept_and_compared(fitted, tmp_path):
+@pytest.mark.parametrize("names", [[f"dim{i}" for i in range(12)], range(12)], ids=["texts", "integers"])
+def test_columns_of_a_dataframe_are_kept_and_compared(fitted, names, tmp_path):
     _, x, y = fitted
-    frame = named(x)
+    frame = pd.DataFrame(x, columns=names)
     e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
-    assert e.feature_names_in_.tolist() == frame.columns.tolist()
     e.save(tmp_path / "a")
     for again in (e, EmbeddingAdapter.load(tmp_path / "a"), pickle.loads(pickle.dumps(e))):
         assert np.array_equal(again.transform(frame), e.transform(frame)) and type(again.transform(frame)) is np.ndarray
-        for wrong, words in (
-            (frame[frame.columns[::-1]], "same order"),
-            (named(x, "col"), "unseen at fit time"),
-            (frame.drop(columns="dim3"), "now missing"),
-        ):
-            with pytest.raises(InputError, match=words):
-                again.transform(wrong)
-    with pytest.warns(UserWarning, match="fitted with feature names"):
-        e.transform(x)
-    assert not hasattr(e.fit(x, y), "feature_names_in_")
-    with pytest.warns(UserWarning, match="fitted without feature names"):
-        e.transform(frame)
+        with pytest.raises(InputError, match="order"):
+            again.transform(frame[frame.columns[::-1]])
+    for compare in (e.fit, lambda *xy: evaluate(e, *xy), lambda *xy: write_report(e, *xy, tmp_path / "r.md")):
+        with pytest.raises(InputError, match="order"):
+            compare(frame.set_axis(y), pd.Series(y[::-1], index=y[::-1]))
+    if isinstance(names, list):
+        assert e.feature_names_in_.tolist() == names
+        with pytest.raises(InputError, match="missing"):
+            e.transform(frame.drop(columns="dim3"))
+        with pytest.warns(UserWarning, match="fitted with feature names"):
+            e.transform(x)
+        assert not hasattr(e.fit(x, y), "feature_names_in_")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -158,30 +149,6 @@ def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     assert np.array_equal(found[:, 0], expected[:, 0])
 
 
-def test_parameters_survive_a_clone_and_a_pipeline(fitted):
-    e, x, y = fitted
-    twin = clone(e.set_params(max_unseen_loss=1.0))
-    assert twin.get_params() == e.get_params() and not hasattr(twin, "adapter_")
-    assert np.array_equal(make_pipeline(FunctionTransformer(), twin).fit(x, y).transform(x), e.transform(x))
-
-
-def test_grid_search_over_strengths():
-    x, y = world(0)
-    grid = {"embeddingadapter__strengths": [(0.1,), (1.0,)], "embeddingadapter__n_jobs": [None]}
-    line = make_pipeline(EmbeddingAdapter(candidates=("wccn",)), KNeighborsClassifier(1))
-    search = GridSearchCV(line, grid, cv=KFold(3, shuffle=True, random_state=0)).fit(x, y)
-    scores = dict(zip(search.cv_results_["param_embeddingadapter__strengths"], search.cv_results_["mean_test_score"]))
-    assert search.best_params_["embeddingadapter__strengths"] == (1.0,) and scores[(1.0,)] > scores[(0.1,)] + 0.1
-    assert search.best_estimator_[0].selection_.strength == 1.0
-
-
-@pytest.fixture(scope="module")
-def own():
-    "A candidate with a configuration that differs from every method in METHODS."
-    base = build_method_config("whitened_nca", epochs=2, seed=7)
-    return "mine", replace(base, adapter=replace(base.adapter, init_transform="wccn", shrinkage=0.3))
-
-
 def test_results_and_numbers_of_numpy_survive_save_exactly(tmp_path):
     x, y = world(0)
     e = EmbeddingAdapter("wccn", max_unseen_loss=np.float32(1), cv=np.int64(4)).set_params(strengths=np.array([0.5, 1]))
@@ -194,19 +161,6 @@ def test_results_and_numbers_of_numpy_survive_save_exactly(tmp_path):
         if key != "params":
             np.testing.assert_array_equal(again.cv_results_[key], values)
             assert again.cv_results_[key].dtype == values.dtype
-
-
-def test_own_candidate_survives_save_load_and_a_second_fit(own, tmp_path):
-    x, y = world(0)
-    e = EmbeddingAdapter(candidates=("wccn", own), strengths=(0.5, 1.0)).fit(x, y)
-    assert "mine" in set(e.selection_.table.method)
-    e.save(tmp_path / "a")
-    again = EmbeddingAdapter.load(tmp_path / "a")
-    assert again.get_params() == e.get_params() and again.selection_.config == e.selection_.config
-    for twin in (again, clone(again), pickle.loads(pickle.dumps(again))):
-        twin.fit(x, y)
-        assert twin.fingerprint_ == e.fingerprint_
-        assert twin.selection_.table.drop(columns="seconds").equals(e.selection_.table.drop(columns="seconds"))
 
 
 def test_weights_changed_after_fit_are_not_saved(fitted, tmp_path):
@@ -230,13 +184,6 @@ def test_readme_example_runs_in_six_lines(tmp_path, monkeypatch):
     exec(code, scope)
     assert len(code.strip().splitlines()) <= 6
     assert scope["Z"].shape == x.shape and np.array_equal(EmbeddingAdapter.load("adapter").transform(x), scope["Z"])
-
-
-def test_unlabelled_rows_are_never_trained_on(fitted):
-    e, x, y = fitted
-    wild = np.random.default_rng(5).normal(size=(20, 12))
-    with_ = EmbeddingAdapter().fit(np.vstack([wild, x]), np.r_[np.full(20, -1), y])
-    assert with_.fingerprint_ == e.fingerprint_ and with_.data_fingerprint_ != e.data_fingerprint_
 
 
 def test_transform_returns_the_container_it_was_given(fitted, tmp_path):
@@ -272,7 +219,7 @@ def by_first_occurrence(y):
 def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
     "A method by name is the only candidate."
     _, x, y = fitted
-    calls, frozen = [], Selection("frozen", 0.0, "", pd.DataFrame(), 1.0, 0.95, 12)
+    calls, frozen = [], Selection("", 1.0, 0.95, 12)
 
     def record(x, y, names, *, progress, **settings):
         calls.append((names, settings))
@@ -282,7 +229,7 @@ def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
     same = dict(max_unseen_loss=0.3, unseen_share=0.2, confidence=0.8, strengths=(0.4,), random_state=5, n_jobs=2)
     EmbeddingAdapter(candidates=("lda",), cv=3, device="cpu", **same).fit(x, y)
     EmbeddingAdapter("wccn", cv=3, device="cpu", **same).fit(x, y)
-    settings = same | {"n_folds": 3, "device": "cpu"}
+    settings = same | {"n_folds": 3, "device": torch.device("cpu")}
     assert calls == [(("lda",), settings), (("wccn",), settings)]
 
 
@@ -333,25 +280,6 @@ def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path
     assert np.allclose(made[0].transform(x), transform(whole, unit), atol=1e-5)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("method", ["linear_supcon", "lda"])
-def test_rows_that_cannot_be_written_are_fitted_and_stay_as_they_are(fitted, method):
-    _, x, y = fitted
-    given = check_X(x)
-    kept = given.copy()
-    given.flags.writeable = False
-    EmbeddingAdapter(method, max_unseen_loss=None).fit(given, y).transform(given)
-    assert np.array_equal(given, kept)
-
-
-def test_the_selection_is_that_of_all_rows(many_rows):
-    x, y = many_rows
-    e = EmbeddingAdapter("wccn", random_state=3).fit(x, y)
-    alone = select_adapter(check_X(x), by_first_occurrence(y), ["wccn"], random_state=3)
-    drop = dict(columns="seconds")
-    pd.testing.assert_frame_equal(e.selection_.table.drop(**drop), alone.table.drop(**drop))
-
-
 @pytest.mark.parametrize("dtype", ["f2", "f4"])
 def test_a_memory_map_is_never_in_memory_as_a_whole(tmp_path, dtype):
     rng = np.random.default_rng(0)
@@ -384,16 +312,12 @@ def test_saved_estimator_loads_with_all_its_attributes(fitted, tmp_path, where):
     e.save(tmp_path / where)
     again = EmbeddingAdapter.load(tmp_path / where)
     assert np.array_equal(again.transform(x), e.transform(x)) and again.get_params() == e.get_params()
-    for name in ("fingerprint_", "data_fingerprint_", "frozen_", "n_features_in_"):
-        assert getattr(again, name) == getattr(e, name)
-    assert np.array_equal(again.classes_, e.classes_)
-    assert again.selection_.table.safety_check.equals(e.selection_.table.safety_check)
+    for name in ("fingerprint_", "data_fingerprint_", "frozen_", "n_features_in_", "classes_", "fit_row_hashes_"):
+        assert np.array_equal(getattr(again, name), getattr(e, name))
     assert (again.selection_.config, again.selection_.n_classes) == (e.selection_.config, 12)
     names = sorted(f.suffix for f in tmp_path.rglob("*.*") if f.is_file())
     assert names == [".json", ".npy", ".safetensors"]
-    assert again.fit_row_hashes_.dtype == np.uint64 and np.array_equal(again.fit_row_hashes_, e.fit_row_hashes_)
     assert len(e.fit_row_hashes_) == len(x)  # eight bytes for each row that was fitted on
-    assert np.array_equal(again.get_feature_names_out(), e.get_feature_names_out())
 
 
 @pytest.mark.parametrize("other", ["none", "damaged", "of another adapter"])
@@ -418,10 +342,10 @@ def test_a_description_that_was_changed_or_is_of_another_version_is_refused(fitt
     fitted[0].save(tmp_path / "a")
     path = tmp_path / "a/adapter.json"
     values = json.loads(path.read_text())
-    changed = values | {"classes": [0], "fingerprint": "0"}, values | {"settings": values["settings"] | {"cv": 5}}
-    removed = [{key: value for key, value in values.items() if key != gone} for gone in values if gone != "class"]
+    changed = values | {"settings": values["settings"] | {"cv": 5}}
+    removed = [{key: value for key, value in values.items() if key != gone} for gone in ("sha256", "files")]
     other_version = {"ega": "0.1.0", "settings": {"method": "auto", "budget": 50.0}, "classes": [0, 1]}
-    for wrong in (*changed, *removed, other_version):
+    for wrong in (changed, *removed, other_version):
         path.write_text(json.dumps(wrong))
         with pytest.raises(InputError):
             EmbeddingAdapter.load(tmp_path / "a")
@@ -512,34 +436,6 @@ def test_ctrl_c_while_fit_saves_leaves_all_files(sigint, tmp_path, monkeypatch):
     monkeypatch.setattr(estimator, "save_adapter", interrupted)
     assert main(["fit", "x.npy", "y.npy", "-o", "a", "--quiet", "--overwrite", "--method", "wccn"]) == 130
     assert EmbeddingAdapter.load("a").method == "wccn" != before.method
-
-
-def test_integer_columns_in_another_order_are_refused(fitted, tmp_path):
-    _, x, y = fitted
-    frame = pd.DataFrame(x)
-    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, y)
-    e.save(tmp_path / "a")
-    for again in (e, EmbeddingAdapter.load(tmp_path / "a")):
-        with pytest.raises(InputError, match="columns of X must be in the order of fit"):
-            again.transform(frame[frame.columns[::-1]])
-        for other in (frame, x, frame.set_axis(range(1, 13), axis=1)):
-            assert np.array_equal(again.transform(other), e.transform(x))
-    with pytest.raises(InputError, match="only supported if all input features have string names"):
-        e.fit(frame.rename(columns={0: "a"}), y)
-
-
-@pytest.mark.parametrize("compare", [evaluate, write_report], ids=["evaluate", "report"])
-def test_columns_and_index_are_compared_wherever_an_estimator_reads_rows(fitted, tmp_path, compare):
-    _, x, y = fitted
-    rest = (tmp_path / "r.md",) if compare is write_report else ()
-    frame, labels = named(x), pd.Series(y)
-    e = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(frame, labels)
-    compare(e, frame, labels, *rest)
-    for wrong in ((frame[frame.columns[::-1]], labels), (frame, labels[::-1])):
-        with pytest.raises(InputError, match="order"):
-            compare(e, *wrong, *rest)
-    with pytest.raises(InputError, match="order"):
-        e.fit(frame.set_axis(y), pd.Series(y[::-1], index=y[::-1]))
 
 
 def test_saving_never_replaces_a_file_that_save_did_not_write(fitted, tmp_path):

@@ -131,53 +131,31 @@ def test_frozen_embeddings_stay_frozen_and_rows_are_counted(rows):
     assert adapter.forget(x[~first], y[~first]).statistics_.n == first.sum()
 
 
-def test_unlabelled_rows_are_not_added(rows):
-    x, y, first = rows
-    marked = np.where(first, -1, y)
-    a, b = fit(x[first], y[first]).partial_fit(x, marked), fit(x[first], y[first]).partial_fit(x[~first], y[~first])
-    assert np.allclose(a.transform(x), b.transform(x), rtol=0, atol=ROUNDING)
-    assert np.array_equal(a.fit_row_hashes_, b.fit_row_hashes_) and a.statistics_.n == len(y)
-
-
-@pytest.mark.filterwarnings("ignore:X does not have valid feature names")
 def test_a_call_that_is_refused_leaves_the_estimator_as_it_was(rows):
     x, y, first = rows
-    frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(x.shape[1])])
-    adapter = fit(frame[first], y[first])
-    state = (adapter.fingerprint_, adapter.data_fingerprint_, adapter.statistics_.n, len(adapter.fit_row_hashes_))
-    one, many = np.flatnonzero(first)[:1], np.flatnonzero(first & (y < 9))
+    adapter = fit(x[first], y[first])
+    state, one, many = vars(adapter).copy(), np.flatnonzero(first)[:1], np.flatnonzero(first & (y < 9))
     calls = [
-        (lambda: adapter.partial_fit(x[:, :5], y), "features"),
-        (lambda: adapter.partial_fit(frame[frame.columns[::-1]], y), "order"),
-        (lambda: adapter.partial_fit(x, np.full(len(y), -1)), "labels"),
-        (lambda: adapter.partial_fit(x, [f"kind {c}" for c in y]), "integers"),
-        (lambda: adapter.partial_fit(np.full_like(x, np.nan), y), "NaN"),
-        (lambda: adapter.forget(x[y == 11], y[y == 11]), "class 11"),
-        (lambda: adapter.forget(x[~first], np.zeros((~first).sum(), int)), "not fitted"),
-        (lambda: adapter.forget(np.repeat(x[one], 99, 0), np.repeat(y[one], 99)), "rows of class"),
-        (lambda: adapter.forget(x[many], y[many]), "2 classes"),
+        (adapter.partial_fit, x, np.full(len(y), -1), "labels"),
+        (adapter.partial_fit, x, [f"kind {c}" for c in y], "integers"),
+        (adapter.forget, x[y == 11], y[y == 11], "class 11"),
+        (adapter.forget, x[~first], np.zeros((~first).sum(), int), "not fitted"),
+        (adapter.forget, np.repeat(x[one], 99, 0), np.repeat(y[one], 99), "rows of class"),
+        (adapter.forget, x[many], y[many], "2 classes"),
     ]
-    for call, word in calls:
+    for call, wrong_x, wrong_y, word in calls:
         with pytest.raises(InputError, match=word):
-            call()
-    assert state == (
-        adapter.fingerprint_,
-        adapter.data_fingerprint_,
-        adapter.statistics_.n,
-        len(adapter.fit_row_hashes_),
-    )
+            call(wrong_x, wrong_y)
+    assert vars(adapter) == state
 
 
 def test_methods_that_statistics_do_not_determine_are_refused(rows):
     x, y, first = rows
     mixed = EmbeddingAdapter("wccn", max_unseen_loss=100.0, strengths=(0.5,), cv=2).fit(x[first], y[first])
-    for adapter, words in ((fit(x, y, "lda"), "lda at strength 1"), (mixed, "wccn at strength 0.5")):
+    for adapter in (fit(x, y, "lda"), mixed):
         for call in (adapter.partial_fit, adapter.forget):
-            with pytest.raises(InputError, match=f"{words} has no class statistics"):
+            with pytest.raises(InputError, match="no class statistics"):
                 call(x, y)
-        assert adapter.statistics_ is None
-    config = build_method_config("lda")
-    assert not can_update(config, 1.0)
     assert not can_update(build_method_config("ega_released"), 1.0)
     assert can_update(build_method_config("whitened_supcon"), 0.5)
 
@@ -194,13 +172,10 @@ def test_statistics_are_saved_on_request(rows, tmp_path):
     adapter.save(tmp_path / "a")  # without
     assert not (tmp_path / "a/adapter.statistics.npz").exists()
     loaded = EmbeddingAdapter.load(tmp_path / "a")
-    for call in (
-        lambda: loaded.partial_fit(x, y),
-        lambda: loaded.forget(x, y),
-        lambda: loaded.save("b", statistics=True),
-    ):
-        with pytest.raises(InputError, match="saved without its class statistics"):
-            call()
+    with pytest.raises(InputError, match="no class statistics"):
+        loaded.partial_fit(x, y)
+    with pytest.raises(InputError, match="no class statistics"):
+        loaded.save("b", statistics=True)
 
 
 def test_estimate_of_an_update_is_that_of_a_trial_on_the_kept_rows(rows):

@@ -110,4 +110,4 @@ def test_the_table_has_all_queries_and_those_of_new_documents():
 @pytest.mark.parametrize("pairs", [[(0, 0)], [(0, 0, 1), (1, 1, 0)]])  # a document twice, a query without a document
 def test_wrong_lists_and_pairs(pairs):
     with pytest.raises(InputError):
-        ranking_metrics([[0, 0]] if len(pairs) == 1 else [[0], [1]], pairs, k=3 - len(pairs))
+        evaluate_ranking([[0, 0]] if len(pairs) == 1 else [[0], [1]], pairs, k=3 - len(pairs))
