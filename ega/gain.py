@@ -6,6 +6,7 @@
 __all__ = ['GainEstimate', 'estimate_gain']
 
 # %% ../nbs/adapt/04_gain.ipynb #9363309d
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,13 +210,8 @@ class GainEstimate:
 
     def to_dict(self) -> dict:
         "A dictionary that JSON can hold; nan becomes None."
-
-        def plain(value):
-            if isinstance(value, pd.DataFrame):
-                return [{name: plain(v) for name, v in line.items()} for line in value.to_dict("records")]
-            return None if value != value else value
-
-        return {name: plain(value) for name, value in vars(self).items()}
+        values = {name: v.to_dict("records") if isinstance(v, pd.DataFrame) else v for name, v in vars(self).items()}
+        return json.loads(json.dumps(values), parse_constant=lambda _: None)
 
 # %% ../nbs/adapt/04_gain.ipynb #9a04e1ff
 @limit_threads()

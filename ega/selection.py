@@ -71,35 +71,45 @@ def leave_classes_out(
     return folds
 
 # %% ../nbs/adapt/01_selection.ipynb #fit-progress
-class FitProgress(tqdm):
+class FitProgress:
     "Progress bar over a selection and the fit after it, for a `with` block; its clock runs once a second."
 
     def __init__(self, show: bool = True):
         layout = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
-        super().__init__(total=0, desc="start", bar_format=layout, dynamic_ncols=True, disable=not show)
-        self._n_finished = 0
+        self._bar = tqdm(total=0, desc="start", bar_format=layout, dynamic_ncols=True, disable=not show)
+        self.show, self._n_finished = show, 0
         if show:
             threading.Thread(target=self._draw_every_second, daemon=True).start()
 
     def _draw_every_second(self):
-        while not self.disable:  # closing the bar disables it
+        while not self._bar.disable:  # closing the bar disables it
             time.sleep(1)
-            self.refresh()
+            self._bar.refresh()
+
+    def __enter__(self) -> "FitProgress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.close()
 
     def add_steps(self, n: int) -> None:
         "Announce `n` more steps."
-        self.total += n
-        self.refresh()
+        self._bar.total += n
+        self._bar.refresh()
+
+    def start(self, text: str) -> None:
+        "Show what is computed now."
+        self._bar.set_description_str(text)
 
     def epoch(self, finished: int, epochs: int, _: Any = None) -> None:
         "Move the bar inside the current step, by the share of its epochs that are finished."
-        self.update(self._n_finished + finished / epochs - self.n)  # draws ten times a second at most
+        self._bar.update(self._n_finished + finished / epochs - self._bar.n)  # draws ten times a second at most
 
     def finish(self, n: int = 1) -> None:
         "Count `n` finished steps."
         self._n_finished += n
-        self.n = self._n_finished
-        self.refresh()
+        self._bar.n = self._n_finished
+        self._bar.refresh()
 
 # %% ../nbs/adapt/01_selection.ipynb #asked
 _QUERIES_AT_ONCE = 256
@@ -154,7 +164,7 @@ FoldComparison = namedtuple("FoldComparison", "changes captured fit_seconds seco
 
 def compare_candidates(
     candidates: "Sequence[tuple[str, Any]]",  # name and configuration
-    frozen: Callable,  # () -> outcome of each query (n,), captured (n,), in the frozen embeddings
+    frozen: "tuple[np.ndarray, np.ndarray]",  # outcome of each query (n,), captured (n,), in the frozen embeddings
     fit: Callable,  # (configuration, on_epoch=) -> adapter path
     search: Callable,  # adapter path -> {strength: (outcome (n,), captured (n,))}
     n_seen: int,  # queries that count as seen; the others are unseen
@@ -163,13 +173,12 @@ def compare_candidates(
     label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:
     "Fit every candidate, and compare its outcomes at every strength with those of the frozen embeddings."
-    progress = FitProgress(show=False) if progress is None else progress
-    progress.set_description_str(f"frozen embeddings{label}")
-    before, capture = frozen()
+    progress = progress or FitProgress(show=False)
+    before, capture = frozen
     comparison = FoldComparison({}, {("frozen", 0.0): capture[n_seen:]}, {}, {})
     for name, config in candidates:
         start = time.monotonic()
-        progress.set_description_str(f"{name}{label}")
+        progress.start(f"{name}{label}")
         path = fit(config, on_epoch=progress.epoch)
         comparison.fit_seconds[name] = time.monotonic() - start
         for strength, (after, capture) in search(path).items():
@@ -192,20 +201,17 @@ def compare_on_fold(
     **shown: Any,  # progress and label of `compare_candidates`
 ) -> FoldComparison:
     "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength."
-    has_copies = len(np.unique(hash_unit_rows(x))) < len(x)
+    device, has_copies = pick_device(device), len(np.unique(hash_unit_rows(x))) < len(x)
     search_path = partial(_search_path, y=y, fold=fold, has_copies=has_copies)
-
-    def frozen():
-        return search_path(torch.from_numpy(x).to(pick_device(device)), None, strengths=(0.0,))[0.0]
 
     def search(path):
         u, v = path.start_and_change(x, device=device)
         compared = [s for s in strengths if s > 0 or path.start]  # without a start, 0 is frozen
         return search_path(u, v, strengths=(1.0,) if v is None else compared)
 
+    frozen = search_path(torch.from_numpy(x).to(device), None, strengths=(0.0,))[0.0]
     fit = partial(fit_path, x=x[fold.fit], y=y[fold.fit], device=device)
-    n_seen = len(fold.seen_queries)
-    return compare_candidates(candidates, frozen, fit, search, n_seen, **shown)
+    return compare_candidates(candidates, frozen, fit, search, len(fold.seen_queries), **shown)
 
 # %% ../nbs/adapt/01_selection.ipynb #compare-on-folds
 def join_parts(parts: Iterable[Sequence[np.ndarray]]) -> "list[np.ndarray]":
@@ -223,10 +229,10 @@ def _compare_on_folds(compare, folds, names, n_jobs, progress):
     n_folds = len(folds)
     if n_jobs is None and effective_n_jobs(None) == 1:  # the second is larger inside joblib.parallel_config
         return [compare(f, progress=progress, label=f", fold {i} of {n_folds}") for i, f in enumerate(folds, 1)]
-    progress.set_description_str(f"{', '.join(names)}: {n_folds} folds in parallel")
+    progress.start(f"{', '.join(names)}: {n_folds} folds in parallel")
     comparisons, n_jobs = [], min(n_jobs, n_folds) if n_jobs else None
     with limit_threads(most=1):  # here too, for workers that are threads of this process
-        workers = Parallel(n_jobs=n_jobs, return_as="list" if progress.disable else "generator")
+        workers = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list")
         for comparison in workers(delayed(_compare_on_one_thread)(compare, fold) for fold in folds):
             comparisons.append(comparison)
             progress.finish(len(names))
@@ -373,12 +379,12 @@ def select(
     names: "tuple[str, str]" = ("seen classes", "held-out classes"),  # of both kinds of queries, in the reasons
 ) -> Selection:
     "Compare candidates on all folds, and select the best of those that pass the safety check."
-    progress, note = FitProgress(show=False) if progress is None else progress, ""
+    progress, note = progress or FitProgress(show=False), ""
     progress.add_steps(len(folds) * len(candidates))
     with limit_threads():
         comparisons = _compare_on_folds(compare, folds, list(candidates), n_jobs, progress)
-    progress.set_description_str("bootstrap")
-    changes = {key: join_parts(c.changes[key] for c in comparisons) for key in comparisons[0].changes}
+    progress.start("bootstrap")
+    changes: dict[Any, Any] = {k: join_parts(c.changes[k] for c in comparisons) for k in comparisons[0].changes}
     if not changes:
         raise InputError("strengths must hold a number above 0, because the candidates have no closed form at 0; add 1")
     if len(np.unique(clusters[0])) < min_seen:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import signal
 import sys
@@ -24,6 +25,7 @@ from ega.cli import main
 from ega.data.arrays import InputError, check_X, normalize
 from ega.data.files import hash_arrays
 from ega.deploy.report import write_report
+from ega.deploy.transform import transform_file
 from ega.estimator import EmbeddingAdapter
 from ega.experiments.runs import build_config, fit_and_return_transform
 from ega.measure.evaluation import evaluate, hash_unit_rows
@@ -37,6 +39,7 @@ from ega.method.adapters import (
     transform,
 )
 from ega.method.config import build_method_config
+from ega.method.interface import as_adapter
 from ega.method.methods import fit_adapter
 from ega.selection import Selection
 
@@ -106,7 +109,7 @@ def test_columns_of_a_dataframe_are_kept_and_compared(fitted, names, tmp_path):
         assert not hasattr(e.fit(x, y), "feature_names_in_")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_names_and_numbers_of_classes_change_nothing(seed):
     "Near the edge of the safety check, another division of the classes would change the selection."
     x, y = world(seed, shared=False, classes=14)
@@ -114,7 +117,7 @@ def test_names_and_numbers_of_classes_change_nothing(seed):
     rows = rng.permutation(len(y))
     x, y = x[rows], y[rows]
     numbers, texts = rng.permutation(14), np.array([f"{c:x}" for c in rng.permutation(2**20)[:14]])
-    renamed = [numbers[y], 10**9 - numbers[y], texts[y], texts[y].astype(object), pd.Categorical(texts[y]), y.tolist()]
+    renamed = [numbers[y], texts[y], pd.Categorical(texts[y])]
     first = EmbeddingAdapter(candidates=("wccn", "linear_supcon")).fit(x, y)
     for labels in renamed:
         e = EmbeddingAdapter(candidates=("wccn", "linear_supcon")).fit(x, labels)
@@ -124,29 +127,19 @@ def test_names_and_numbers_of_classes_change_nothing(seed):
 
 def test_rows_of_any_norm_give_the_same_everywhere(fitted, tmp_path):
     "Estimator, evaluation, file and index; unit rows of float32 keep their bits."
-    from ega.deploy.index import AdaptedIndex
-    from ega.deploy.transform import transform_file
-    from ega.method.interface import as_adapter
-
     e, x, y = fitted
     long = x * np.random.default_rng(0).uniform(0.01, 100, (len(x), 1)).astype(np.float32)
-    z = transform(e.adapter_, x)
+    z, m = transform(e.adapter_, x), as_adapter(e)
     assert np.array_equal(e.transform(x), z)
-    m = as_adapter(e)
     assert np.array_equal(m.transform(x), normalize(x @ m.matrix.T + m.offset)) and e.adapter_.bias
-    results = {"estimator": e.transform(long), "index": as_adapter(e).transform(long)}
+    e.save(tmp_path / "a")
     for name, rows in (("x", x), ("long", long)):
         np.save(tmp_path / f"{name}.npy", rows)
-        e.save(tmp_path / "a")
         transform_file(tmp_path / "a/adapter.safetensors", tmp_path / f"{name}.npy", tmp_path / f"{name}_z.npy")
     assert np.array_equal(np.load(tmp_path / "x_z.npy"), z)
-    results["file"] = np.load(tmp_path / "long_z.npy")
-    for name, result in results.items():
-        assert np.allclose(result, z, atol=1e-6), name
+    for result in (e.transform(long), m.transform(long), np.load(tmp_path / "long_z.npy")):
+        assert np.allclose(result, z, atol=1e-6)
     assert evaluate(e, long, y).equals(evaluate(e, x, y))
-    pytest.importorskip("faiss")
-    found, expected = (AdaptedIndex(e).add(rows).search(rows, 5).I for rows in (long, x))
-    assert np.array_equal(found[:, 0], expected[:, 0])
 
 
 def test_results_and_numbers_of_numpy_survive_save_exactly(tmp_path):
@@ -391,26 +384,25 @@ def test_onnx_equals_torch(fitted, tmp_path, make):
 
 def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
-    e, x, _ = fitted
-    sent, fetched = {}, []
+    (e, x, _), sent, fetched = fitted, [], []
 
-    def upload_folder(self, *, repo_id, folder_path, **kw):
-        sent[repo_id] = sorted(f.name for f in Path(folder_path).iterdir())
+    def upload_folder(self, *, folder_path, **options):
+        sent.extend(os.listdir(folder_path))
 
     def snapshot_download(name, **options):
         fetched.append((name, options))
-        return str(e.save(tmp_path / "repo"))
+        return str(e.save(tmp_path / "r"))
 
     monkeypatch.setattr(hub.HfApi, "create_repo", lambda self, repo_id, **kw: SimpleNamespace(repo_id=repo_id))
     monkeypatch.setattr(hub.HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     e.push_to_hub("me/adapter")
-    assert {"adapter.fit_rows.npy", "adapter.json", "adapter.safetensors"} <= set(sent["me/adapter"])
+    assert {"adapter.fit_rows.npy", "adapter.json", "adapter.safetensors"} <= set(sent)
     loaded = EmbeddingAdapter.from_pretrained("me/adapter", revision="v1")
     assert np.array_equal(loaded.transform(x), e.transform(x))
     assert fetched == [("me/adapter", {"allow_patterns": ["adapter.*"], "revision": "v1"})]  # and nothing else
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert EmbeddingAdapter.from_pretrained(str(tmp_path / "repo")).fingerprint_ == e.fingerprint_  # a local folder
+    assert EmbeddingAdapter.from_pretrained(str(tmp_path / "r")).fingerprint_ == e.fingerprint_  # a local folder
 
 
 @pytest.fixture
@@ -443,16 +435,12 @@ def test_saving_never_replaces_a_file_that_save_did_not_write(fitted, tmp_path):
     e, x, _ = fitted
     (tmp_path / "notes.txt").write_text("mine")
     assert e.save(e.save(tmp_path)) == tmp_path and (tmp_path / "notes.txt").read_text() == "mine"
-    for name in ("adapter.json", "adapter.safetensors"):
-        kept = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_text("[1, 2]")
-        with pytest.raises(InputError):
-            e.save(tmp_path)
-        assert (tmp_path / name).read_text() == "[1, 2]"
-        (tmp_path / name).write_bytes(kept)
     ega.Monitor.fit(np.random.default_rng(0).normal(size=x.shape), e).save(tmp_path / "m")
-    with pytest.raises(InputError):
-        e.save(tmp_path / "m")
+    (tmp_path / "adapter.json").write_text("[1, 2]")
+    for folder in (tmp_path, tmp_path / "m"):
+        with pytest.raises(InputError):
+            e.save(folder)
+    assert (tmp_path / "adapter.json").read_text() == "[1, 2]"
 
 
 def test_a_fit_that_fails_leaves_the_earlier_one(fitted):

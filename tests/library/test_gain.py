@@ -29,10 +29,6 @@ def folds_of(y):
     return leave_classes_out(y, spawn_rngs(0).split, n_folds=4, max_queries=500)
 
 
-def best_line(estimate):
-    return estimate.candidates[estimate.candidates.strength == estimate.strength].iloc[-1]
-
-
 def test_frozen_numbers_are_those_of_a_loop():
     x, y = world(0)
     scores = (x @ x.T).astype(float)
@@ -67,22 +63,9 @@ def test_changes_are_those_of_the_closed_form_on_each_fold(strength):
     assert abs(line.unseen - 100 * np.concatenate(found).mean()) < 0.3  # float32 may turn a near tie
 
 
-def test_a_planted_gain_is_found_and_measured_on_other_classes():
-    x, y = scattered(40, 12)
-    labelled = y < 20
-    estimate = estimate_gain(x[labelled], y[labelled])
-    line = best_line(estimate)
-    assert estimate.passes and line.unseen_low > 10 and "passes the safety check" in str(estimate)
-    z = DiscriminantWhitening(estimate.strength).fit(x[labelled], y[labelled]).transform(x)
-    rows = np.arange(len(y))
-    change = 100 * np.subtract(*(label_hits(v, y, rows[~labelled], rows).hit.mean() for v in (z, x)))
-    assert change > line.unseen_low  # more where the gallery has twice as many classes, which frozen rows suffer from
-
-
 def test_copies_are_reported():
     x, y = scattered(12, 8)
-    estimate = estimate_gain(np.r_[x, x[:24]], np.r_[y, y[:24]])
-    assert abs(estimate.copies - 100 * 48 / 120) < 1e-9 and "40.0 %" in str(estimate)
+    assert estimate_gain(np.r_[x, x[:24]], np.r_[y, y[:24]]).copies == pytest.approx(100 * 48 / 120)
     assert estimate_gain(x, y).copies == 0
 
 
@@ -111,14 +94,11 @@ def test_too_few_classes_or_rows_are_said_and_not_raised():
 def test_unlabelled_rows_and_the_container_change_nothing(tmp_path):
     x, y = scattered(12, 8)
     np.save(tmp_path / "x.npy", np.r_[x, 5 * x[:9]])
-    marked = np.r_[y, np.full(9, -1)]
+    mapped, marked = np.load(tmp_path / "x.npy", mmap_mode="r"), np.r_[y, np.full(9, -1)]
     expected = estimate_gain(x, y).to_dict()
-    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     assert estimate_gain(mapped, marked).to_dict() == expected
-    frame = pd.DataFrame(mapped)
     names = [f"kind {c}" if c >= 0 else "" for c in marked]
-    assert estimate_gain(frame, names).to_dict() == expected and estimate_gain(2 * x, y).n_rows == len(y)
-    assert estimate_gain(x, y, random_state=1).to_dict() != expected
+    assert estimate_gain(pd.DataFrame(mapped), names).to_dict() == expected
 
 
 def test_more_than_ten_thousand_rows_are_thinned():

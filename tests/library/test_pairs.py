@@ -40,9 +40,6 @@ def planted(n_documents=60, queries_each=2, d=16, seed=0):
 QUERIES, DOCUMENTS, PAIRS = planted()
 
 
-# The closed form
-
-
 @pytest.mark.parametrize("shrinkage", [0.2, 0.5, 1.0])
 def test_whitening_is_the_shrunk_inverse_root_of_the_differences(shrinkage):
     pairs = np.r_[PAIRS, [(0, 5, 3), (1, 7, 0)]]  # two grades for query 0; a pair of grade 0 has no weight
@@ -63,9 +60,6 @@ def test_whitening_is_the_shrunk_inverse_root_of_the_differences(shrinkage):
 def test_whitening_of_equal_rows_only_centres_them():
     white = whiten_pairs(DOCUMENTS, DOCUMENTS, np.array([(0, 0, 1), (1, 1, 1)]))
     np.testing.assert_array_equal(white.matrix, np.eye(16))
-
-
-# The softmax over the documents
 
 
 def plain_loss(z, zd, pairs, tau, lists=None):
@@ -138,9 +132,6 @@ def test_negatives_change_what_is_trained(negatives):
     assert len(selection.table) == 5
 
 
-# Fitting
-
-
 @pytest.mark.parametrize("name", PAIR_CANDIDATES)
 def test_every_candidate_gains_where_queries_differ_from_documents_along_few_directions(name):
     config = PAIR_CANDIDATES[name]
@@ -162,9 +153,6 @@ def test_every_candidate_gains_where_queries_differ_from_documents_along_few_dir
         assert np.allclose(transform(adapter, x), x, atol=1e-6) != is_adapted
 
 
-# Folds
-
-
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_folds_hold_out_documents(group_size):
     groups = np.arange(60) // group_size
@@ -180,9 +168,6 @@ def test_folds_hold_out_documents(group_size):
         assert len(folds[3].train_pairs) == 80 > len(folds[0].train_pairs)
     asked = np.concatenate([fold.known for fold in folds])
     assert len(asked) == len(set(asked)) > 60
-
-
-# Selection
 
 
 def test_selection_is_the_same_with_several_jobs_and_finds_the_gain():
@@ -212,9 +197,6 @@ def test_few_queries_keep_the_frozen_embeddings():
     assert selection.frozen and "too few queries" in selection.reason
 
 
-# The estimator
-
-
 @pytest.fixture(scope="module")
 def fitted():
     return PairAdapter().fit(QUERIES * 2, DOCUMENTS, PAIRS[:100])
@@ -222,8 +204,6 @@ def fitted():
 
 def test_saved_and_loaded(fitted, tmp_path):
     loaded = PairAdapter.load(fitted.save(tmp_path / "a"))
-    for name in ("transform_queries", "transform_documents"):
-        np.testing.assert_array_equal(getattr(loaded, name)(QUERIES), getattr(fitted, name)(QUERIES))
     assert loaded.selection_.config == fitted.selection_.config and loaded.fingerprint_ == fitted.fingerprint_
     table = evaluate_pairs(loaded, QUERIES, DOCUMENTS, PAIRS)
     assert table.equals(evaluate_pairs(fitted, QUERIES, DOCUMENTS, PAIRS))
@@ -258,23 +238,12 @@ def test_sides_of_two_adapters_cannot_be_swapped(fitted, tmp_path):
         PairAdapter.load(tmp_path / "a")
 
 
-def test_a_fit_that_fails_leaves_the_earlier_one():
-    adapter = PairAdapter("both", max_unseen_loss=None).fit(QUERIES, DOCUMENTS, PAIRS)
-    before = adapter.transform_queries(QUERIES)
-    with pytest.raises(InputError):
-        adapter.fit(QUERIES[:, :8], DOCUMENTS, PAIRS)
-    np.testing.assert_array_equal(adapter.transform_queries(QUERIES), before)
-
-
 @pytest.mark.parametrize("settings", [{}, {"side": "two", "max_unseen_loss": None}], ids=["selected", "two"])
 def test_a_memory_map_gives_the_same_fit(tmp_path, settings):
     np.save(tmp_path / "d.npy", DOCUMENTS)
     mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
     of_array, of_map = (PairAdapter(**settings).fit(QUERIES, d, PAIRS) for d in (DOCUMENTS, mapped))
     assert of_array.fingerprint_ == of_map.fingerprint_ and of_array.data_fingerprint_ == of_map.data_fingerprint_
-
-
-# Evaluation
 
 
 def test_evaluation_tells_known_from_new_documents(fitted):
@@ -313,7 +282,7 @@ def test_examples_are_the_queries_that_lose_and_gain_most():
     "known, new, word",
     [
         ((9.9, 16.8), (-1.6, 4.2), "most queries ask for known documents"),
-        ((9.9, 16.8), (0.4, 2.0), "both gain"),
+        ((9.9, 16.8), (0.4, 2.0), "may be used"),
         ((9.9, 16.8), (-5.0, -1.0), "Do not use"),
         ((-0.2, 26.0), (-1.6, 4.2), "Nothing is shown"),
         ((9.9, 16.8), None, "evaluate queries"),

@@ -14,7 +14,6 @@ from ega.data.runtime import spawn_rngs
 from ega.measure.evaluation import label_hits
 from ega.measure.statistics import cluster_bootstrap_means
 from ega.method.adapters import transform
-from ega.method.config import METHODS
 from ega.method.methods import fit_adapter, fit_path
 from ega.method.training import TrainConfig
 from ega.selection import (
@@ -167,18 +166,6 @@ def test_simultaneous_bounds_cover_all_candidates_at_once():
     assert (table.unseen_bound_simultaneous < table.unseen_bound).all()
 
 
-def test_loss_beyond_the_limit_fails_and_a_larger_limit_accepts_it():
-    "LDA on clouds without shared scatter costs held-out classes."
-    x, y = world(3, shared=False)
-    config = replace(
-        resolve_candidate("wccn").config, adapter=replace(METHODS["wccn"].adapter, init_transform="lda", shrinkage=0.1)
-    )
-    strict = select_adapter(x, y, [("lda", config)], max_unseen_loss=0.0, strengths=(1.0,))
-    assert strict.frozen and "more than max_unseen_loss=0" in strict.table.reason[1]
-    loose = select_adapter(x, y, [("lda", config)], max_unseen_loss=100.0, strengths=(1.0,))
-    assert not loose.frozen or strict.table.seen_bound[1] <= 0
-
-
 @pytest.mark.parametrize("classes", [2, MIN_CLASSES - 1])
 def test_too_few_classes_select_frozen_and_train_nothing(classes, monkeypatch):
     monkeypatch.setattr(selection, "fit_path", lambda *a, **kw: pytest.fail("nothing may be trained"))
@@ -207,30 +194,20 @@ def test_cv_results_repeat_the_table_by_fold(selected):
     table, results = selected.table, selected.cv_results
     assert all(len(values) == len(table) for values in results.values())
     assert results["params"] == [{"method": m, "strength": s} for m, s in zip(table.method, table.strength)]
-    for part in ("seen", "unseen"):
-        assert np.array_equal(results[f"mean_{part}_change"], table[part])
-        assert np.array_equal(results[f"{part}_change_bound"], table[f"{part}_bound"])
-        splits = np.stack([results[f"split{i}_{part}_change"] for i in range(4)])
-        assert (splits.min(0) <= table[part] + 1e-9).all() and (table[part] <= splits.max(0) + 1e-9).all()
+    assert np.array_equal(results["unseen_change_bound"], table.unseen_bound)
     x, y = world(0)
     fold = leave_classes_out(y, spawn_rngs(0).split, n_folds=4)[2]
-    seen, unseen = compare_on_fold(x, y, fold, [resolve_candidate("wccn")], strengths=(0.5,)).changes["wccn", 0.5]
+    changes = compare_on_fold(x, y, fold, [resolve_candidate("wccn")], strengths=(0.5,)).changes["wccn", 0.5]
     row = results["params"].index({"method": "wccn", "strength": 0.5})
-    assert results["split2_seen_change"][row] == pytest.approx(100 * seen.mean())
-    assert results["split2_unseen_change"][row] == pytest.approx(100 * unseen.mean())
-    assert results["mean_fit_time"][0] == 0 and (results["mean_fit_time"][1:] > 0).all()
+    for part, change in zip(("seen", "unseen"), changes):
+        assert np.array_equal(results[f"mean_{part}_change"], table[part])
+        assert results[f"split2_{part}_change"][row] == pytest.approx(100 * change.mean())
+    rank, passed = results["rank"], results["safety_check"] == "pass"
+    assert results["params"][int(np.argmin(rank))] == {"method": selected.method, "strength": selected.strength}
+    assert passed.all() or rank[passed].max() < rank[~passed].min()
 
 
-def test_rank_one_is_the_selected_row(selected):
-    for s in (selected, select_adapter(*world(0, shared=False), max_unseen_loss=0.0)):
-        rank = s.cv_results["rank"]
-        assert sorted(rank) == list(range(1, len(s.table) + 1))
-        assert s.cv_results["params"][int(np.argmin(rank))] == {"method": s.method, "strength": s.strength}
-        passed = s.cv_results["safety_check"] == "pass"
-        assert passed.all() or rank[passed].max() < rank[~passed].min()
-
-
-@pytest.mark.parametrize("n_jobs", [1, 2, -1])
+@pytest.mark.parametrize("n_jobs", [1, 2])
 def test_parallel_folds_give_the_same_selection(n_jobs):
     "Every integer: one thread a fold. LP@1 of these rows does not depend on the threads, so None agrees as well."
     x, y = world(1)
