@@ -133,7 +133,7 @@ def rank_correlation(
     x = outcomes.quantities.loc[cells, quantity].to_numpy()
     y = np.stack([outcomes.change(b, "unseen", gallery, m, epoch=e) for b, m, e in cells], 1)
     groups = np.arange(len(cells)) // (len(epochs) if inside_methods else len(epochs) * len(PAPER_METHODS))
-    return np.array([grouped_rank_correlation(x, row, groups) for row in y])
+    return grouped_rank_correlation(x, y, groups)
 
 # %% ../../nbs/experiments/09_claims.ipynb #2563a45f
 def _largest(o, gallery, methods, query_set="unseen"):

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from itertools import combinations_with_replacement
 from math import ceil, floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ..data.arrays import rows_by_class
 
@@ -231,13 +230,22 @@ def null_lead_probability(lead: int, n_queries: int, label_precision: float, cor
     return float(2 * distribution[n_queries + lead :].sum())
 
 # %% ../../nbs/measure/03_statistics.ipynb #rank-correlation
-def grouped_rank_correlation(a: np.ndarray, b: np.ndarray, groups: np.ndarray | None = None) -> float:
+def grouped_rank_correlation(
+    a: np.ndarray,  # (n,)
+    b: np.ndarray,  # (n,), or (m, n) for m correlations
+    groups: np.ndarray | None = None,  # (n,); None: one group
+) -> Any:  # float, or (m,)
     "Spearman's correlation with ranks taken within each group; nan where a or b has one or is constant in all groups."
+    from scipy.stats import rankdata
+
+    a, b = np.asarray(a), np.asarray(b)
     groups = np.zeros(len(a)) if groups is None else np.asarray(groups)
-    ranks = pd.DataFrame({"a": a, "b": b}).groupby(groups).rank()
-    r, s = (ranks - ranks.groupby(groups).transform("mean")).to_numpy().T
+    r, s = np.empty(a.shape), np.empty(b.shape)  # ranks minus their mean
+    for rows in (np.flatnonzero(groups == group) for group in np.unique(groups)):
+        r[rows] = rankdata(a[rows]) - (len(rows) + 1) / 2
+        s[..., rows] = rankdata(b[..., rows], axis=-1) - (len(rows) + 1) / 2
     with np.errstate(invalid="ignore"):
-        return float((r * s).sum() / np.sqrt((r * r).sum() * (s * s).sum()))
+        return (r * s).sum(-1) / np.sqrt((r * r).sum() * (s * s).sum(-1))
 
 # %% ../../nbs/measure/03_statistics.ipynb #whole-counts
 def _half_unit(printed):
