@@ -7,11 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
-from ega import EmbeddingSet, PairAdapter
-from ega.data.arrays import normalize
-from ega.data.relevance import RelevanceSet, read_relevance_set
-from ega.experiments.pairs import (
+from pairs import (
     DENSE_HEAD,
     LLAMA_INDEX,
     PEERS,
@@ -24,6 +20,10 @@ from ega.experiments.pairs import (
     nudge,
     train_in_batch,
 )
+
+from ega import EmbeddingSet, PairAdapter
+from ega.data.arrays import normalize
+from ega.data.relevance import RelevanceSet, read_relevance_set
 from ega.measure.ranking import ranking_metrics
 
 

@@ -40,7 +40,6 @@ EXPERIMENTS = [
     {
         "experiments.protocols",
         "experiments.plots",
-        "experiments.pairs",
     },
     {"experiments.runs"},
     {"experiments.grids", "experiments.summary"},
