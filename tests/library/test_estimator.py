@@ -257,6 +257,7 @@ def test_rows_are_checked_and_hashed_in_blocks_as_a_whole(many_rows):
             call()
 
 
+@pytest.mark.filterwarnings("error")  # such as those of torch for rows that cannot be written
 @pytest.mark.parametrize("strength", [1.0, None])  # None: selected
 def test_many_rows_are_fitted_in_blocks_as_a_whole(many_rows, strength, tmp_path):
     x, y = many_rows
