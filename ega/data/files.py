@@ -236,21 +236,24 @@ def read_npy_comment(path: Path | str) -> str:
 
 def open_npy(path: Path | str) -> np.ndarray:
     "Open a NumPy file as a read-only memory map, or raise `InputError` if its size is not what its header states."
-    with reading(path, "a whole .npy file of numbers or texts"), np.errstate(over="raise"):
-        a = np.lib.format.open_memmap(path, mode="r")
-        if os.path.getsize(path) != a.offset + a.nbytes:
-            raise ValueError("it is longer than its header states")
-    return a
+    with reading(path, "a whole .npy file of numbers or texts"), open(path, "rb") as f:
+        shape, order, dtype = _read_npy_header(f, os.path.getsize(path))
+        return np.memmap(f, dtype, "r", f.tell(), shape, order)
+
+
+def _read_npy_header(f, n_bytes):
+    "Shape, order and dtype of an open .npy file; ValueError unless its bytes are as many as these need."
+    version = np.lib.format.read_magic(f)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = header(f)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != n_bytes - f.tell():
+        raise ValueError(f"{n_bytes:,} bytes do not hold {dtype} of shape {shape}")
+    return shape, "F" if is_fortran else "C", dtype
 
 
 def _parse_npy(raw):
-    "The array in the bytes of a .npy file; ValueError unless they are as many as its header states."
-    f = io.BytesIO(raw)
-    version = np.lib.format.read_magic(f)
-    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = header(f)
-    if math.prod(shape) * dtype.itemsize != len(raw) - f.tell():
-        raise ValueError(f"{len(raw):,} bytes do not hold {dtype} of shape {shape}")
+    "The array in the bytes of a .npy file."
+    _read_npy_header(io.BytesIO(raw), len(raw))
     return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
 
 

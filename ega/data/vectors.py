@@ -71,7 +71,7 @@ class MatrixFile:
     column: str | None = None  # Parquet: name of the column of vectors
     pack: dict[str, Any] | None = None  # metadata if the file is a pack
     adapted_by: tuple[str, ...] = ()  # fingerprints, 16 digits, of the adapters that the file records
-    archived: np.ndarray | None = None  # the matrix of a .npz or .safetensors file, which is read as a whole
+    stored: np.ndarray | None = None  # the matrix as it is stored, of a .npy file a memory map; None: Parquet
 
     @cached_property
     def embedding_set(self) -> EmbeddingSet | None:
@@ -80,10 +80,8 @@ class MatrixFile:
 
     def array(self) -> np.ndarray:  # (n, dim), memory-mapped for .npy
         "The whole matrix as it is stored; of a pack, decoded."
-        if self.archived is not None:
-            return self.archived
-        if self.column is None:
-            return open_npy(self.path)
+        if self.stored is not None:
+            return self.stored
         return self.embedding_set.x if self.embedding_set else np.concatenate(list(self.blocks()))
 
     def labels(self) -> np.ndarray | None:  # (n,) str
@@ -98,7 +96,9 @@ class MatrixFile:
             yield from self._parquet_blocks(first, size)
             return
         for start in range(first, self.n, size):
-            yield np.array(self.array()[start : start + size], order="C")
+            # the pages that were read of a memory map are released with the map
+            rows = open_npy(self.path) if isinstance(self.stored, np.memmap) else self.stored
+            yield np.array(rows[start : start + size], order="C")
 
     def unit_blocks(self, first: int = 0, size: int = 2**14) -> Iterator[np.ndarray]:  # (<= size, dim) float32
         "Yield the rows from number `first` on, brought to norm 1; errors have the number of the row."
@@ -136,7 +136,7 @@ def _open_npy_matrix(path):
     a = open_npy(path)
     if a.dtype.kind not in "fiu" or a.dtype.itemsize > 8 or a.ndim != 2:
         raise InputError(f"{path}: expected real numbers of shape (n, d), got {a.dtype} of shape {a.shape}")
-    return MatrixFile(path, *a.shape, adapted_by=tuple(_ADAPTED_BY.findall(read_npy_comment(path))))
+    return MatrixFile(path, *a.shape, adapted_by=tuple(_ADAPTED_BY.findall(read_npy_comment(path))), stored=a)
 
 
 def _open_archive(path, column):
@@ -149,7 +149,7 @@ def _open_archive(path, column):
         arrays = {k: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for k, t in load_file(path).items()}
     kinds = {name: a.dtype.kind for name, a in arrays.items() if a.ndim == 2}
     matrix = arrays[_only_matrix(path, kinds, column)]
-    return MatrixFile(path, *matrix.shape, archived=matrix)
+    return MatrixFile(path, *matrix.shape, stored=matrix)
 
 
 def _open_parquet_matrix(path, column):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..data.arrays import InputError, import_optional
-from ..data.files import file_lock, read_npy_comment, reading
+from ..data.files import file_lock, open_npy, read_npy_comment, reading
 from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize, read_parquet
 from ..data.runtime import defer_sigint, limit_threads, pick_device, usable_cores
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
@@ -222,7 +222,7 @@ def _target_schema(matrix, adapter, provenance, options, part):
     if old := matrix.pack:
         notes = "; ".join(filter(None, [old["notes"], f"{note}, from the matrix {old['sha256'][:16]}"]))
         pack = old | {"dtype": options.dtype, "notes": notes}
-        blocks = MatrixFile(part, matrix.n, adapter.d).blocks()
+        blocks = MatrixFile(part, matrix.n, adapter.d, stored=open_npy(part)).blocks()
         decoded = (dequantize(*quantize(z.astype(np.float32), options.dtype)) for z in blocks)
         pack["sha256"], pack["sha256_rest"] = _pack_hashes(matrix.path, pack, (matrix.n, adapter.d), decoded)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
@@ -243,7 +243,7 @@ def _write_parquet(matrix, adapter, target, provenance, options):
     schema = _target_schema(matrix, adapter, provenance, options, part)
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
     size = max(1, BLOCK_BYTES // (4 * adapter.d))
-    blocks = MatrixFile(part, matrix.n, adapter.d).blocks(0, size)
+    blocks = MatrixFile(part, matrix.n, adapter.d, stored=open_npy(part)).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(iter_tables(matrix.path, None, 0, size), blocks, strict=True):
