@@ -52,11 +52,14 @@ from .method.methods import STATISTICS_TRANSFORMS, can_update, fit_adapter, need
 from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
 
 # %% ../nbs/adapt/02_estimator.ipynb #like
+_IN_MEMORY_BYTES = 2**29  # a memory map of more bytes is never in memory as a whole
+
+
 class UnitRows:
-    "The rows of a matrix, checked and brought to norm 1; those of a memory map when they are read."
+    "The rows of a matrix, checked and brought to norm 1; those of a large memory map when they are read."
 
     def __init__(self, X: Any, name: str = "X", dim: int | None = None):
-        self._is_mapped, self._name = isinstance(X, np.memmap), name
+        self._is_mapped, self._name = isinstance(X, np.memmap) and X.nbytes > _IN_MEMORY_BYTES, name
         self._a = check_matrix(X, dim, name=name) if self._is_mapped else self._unit(X, dim)
         self.shape = self._a.shape
 
@@ -72,7 +75,9 @@ class UnitRows:
 
     def blocks(self, size: int = 2**14) -> "Iterator[tuple[int, np.ndarray]]":
         "All unit rows in blocks, each with the number of its first row."
-        return iter_unit_rows(self._a, size, name=self._name)
+        if self._is_mapped:
+            return iter_unit_rows(self._a, size, name=self._name)
+        return ((first, self._a[first : first + size]) for first in range(0, len(self), size))
 
     def hashes(self, labels: np.ndarray) -> "tuple[str, np.ndarray]":
         "SHA-256 of all rows and labels, as of `hash_arrays`, and the ascending hashes of the labelled rows."
