@@ -517,9 +517,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             return select_adapter(rows, y, candidates, progress=progress, **self._selection_settings())
         if self.method == "auto":
             raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method")
-        return self._select_without_comparison(
-            *resolve_candidate(self.method, random_state=self.random_state), n_classes
-        )
+        name, config = resolve_candidate(self.method, random_state=self.random_state)
+        if n_classes < 2 and name != "frozen":
+            raise InputError(f"{name} needs labelled rows of at least two classes, got {n_classes}; label more rows")
+        return self._select_without_comparison(name, config, n_classes)
 
     def _fit_selected(self, selection, rows, y, progress):
         "The selected adapter, and the statistics of the labelled rows, or None where no update is possible."

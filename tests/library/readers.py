@@ -16,15 +16,13 @@ from safetensors.numpy import save_file
 from ega import EmbeddingAdapter, PairAdapter
 from ega.data import packs
 from ega.data.arrays import check_X, check_y, normalize
-from ega.data.files import hash_arrays, read_json
+from ega.data.files import hash_arrays
 from ega.data.vectors import read_labels, read_matrix
 from ega.deploy.index import AdaptedIndex
 from ega.deploy.monitor import Monitor
 from ega.experiments import grids
-from ega.experiments.runs import RunConfig, build_config
 from ega.method import training
 from ega.method.adapters import LinearAdapter, LoRAAdapter, load_adapter, save_adapter
-from ega.method.config import config_to_dict, parse_config
 
 N, D = 60, 6
 
@@ -155,14 +153,12 @@ def read_monitor(folder):
 
 
 def write_results(folder):
-    (folder / "c.json").write_text(json.dumps(config_to_dict(build_config("unseen", "cub100", "supcon"))))
     result = dict(run_id="0" * 16, query_set="seen", benchmark="b", method="frozen", config="{}", lp_at_1=0.5)
     grids.ResultStore(folder, "unseen").write(pd.DataFrame([result]))
 
 
 def read_results(folder):
-    run_id = parse_config(RunConfig, read_json(folder / "c.json", "a configuration")).run_id
-    return run_id, grids.ResultStore(folder, "unseen").read().to_json()
+    return grids.ResultStore(folder, "unseen").read().to_json()
 
 
 Reader = namedtuple("Reader", "write read is_hashed")  # is_hashed: what is read must be what was written
