@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['l2_normalize', 'LinearAdapter', 'LoRAAdapter', 'ResidualMLP', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock', 'PaperEGA',
            'count_parameters', 'interpolate', 'residual', 'scale_residual', 'merge_linear',
-           'BoundedDisplacementAdapter', 'transform', 'adapter_config', 'adapter_fingerprint', 'write_tensors',
-           'read_tensors', 'save_adapter', 'load_adapter']
+           'BoundedDisplacementAdapter', 'ProjectedAdapter', 'transform', 'adapter_config', 'adapter_fingerprint',
+           'write_tensors', 'read_tensors', 'save_adapter', 'load_adapter']
 
 # %% ../../nbs/method/01_adapters.ipynb #3f8d0f70
 import copy
@@ -282,6 +282,20 @@ class BoundedDisplacementAdapter(nn.Module):
         angle = limit * torch.tanh(torch.atan2(length, cosine) / limit)
         return l2_normalize(angle.cos() * x + angle.sin() / length * tangent)
 
+# %% ../../nbs/method/01_adapters.ipynb #projected
+class ProjectedAdapter(nn.Module):
+    "An adapter followed by a matrix with orthonormal rows, f(x) = l2(P g(x))."
+
+    projection: torch.Tensor  # P (n_components, d)
+
+    def __init__(self, inner: nn.Module, projection: torch.Tensor):
+        super().__init__()
+        self.inner, self.d, self.n_components = inner, inner.d, len(projection)
+        self.register_buffer("projection", projection)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return l2_normalize(self.inner(x) @ self.projection.T)
+
 # %% ../../nbs/method/01_adapters.ipynb #transform
 def transform(
     adapter: nn.Module, x: np.ndarray, *, batch_size: int = 1024, device: str | torch.device | None = None
@@ -291,7 +305,7 @@ def transform(
     weight = next(adapter.parameters(), torch.empty(0))
     if adapter.training or weight.device != device:
         adapter = copy.deepcopy(adapter).to(device).eval()  # the caller's adapter stays unchanged
-    z = np.empty(x.shape, np.float32)
+    z = np.empty((len(x), getattr(adapter, "n_components", x.shape[1])), np.float32)
     with torch.no_grad():
         for i in range(0, len(x), batch_size):
             batch = torch.tensor(x[i : i + batch_size], dtype=weight.dtype, device=device)
@@ -309,9 +323,11 @@ _CONFIG = {  # class of adapter -> constructor arguments that a file stores
 
 def adapter_config(adapter: nn.Module) -> dict | None:
     "The constructor arguments from which an adapter is built again, as plain data; None if no file can hold its class."
-    if isinstance(adapter, BoundedDisplacementAdapter):
-        sizes = adapter_config(adapter.inner)
-        return None if sizes is None else {"inner": {"kind": type(adapter.inner).__name__, "sizes": sizes}}
+    if isinstance(adapter, (BoundedDisplacementAdapter, ProjectedAdapter)):
+        if (sizes := adapter_config(adapter.inner)) is None:
+            return None
+        inner = {"inner": {"kind": type(adapter.inner).__name__, "sizes": sizes}}
+        return inner | ({"n_components": adapter.n_components} if isinstance(adapter, ProjectedAdapter) else {})
     cls, names = _CONFIG.get(type(adapter).__name__, (None, ()))
     return {name: getattr(adapter, name) for name in names} if cls is type(adapter) else None
 
@@ -320,6 +336,9 @@ def _build_from_config(kind: str, sizes: dict) -> nn.Module:
     "The adapter of class `kind` with these constructor arguments."
     if kind == "BoundedDisplacementAdapter":
         return BoundedDisplacementAdapter(_build_from_config(**sizes["inner"]), 1.0)  # the bound is among the weights
+    if kind == "ProjectedAdapter":
+        inner = _build_from_config(**sizes["inner"])
+        return ProjectedAdapter(inner, torch.empty(sizes["n_components"], inner.d))
     return _CONFIG[kind][0](**sizes, gen=torch.Generator())
 
 
