@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_pairs', 'queries_with_relevant', 'read_pairs', 'match_pairs', 'RelevanceSet', 'write_relevance_set',
-           'read_relevance_set', 'RelevanceTexts', 'read_beir', 'read_text_pairs', 'embed_relevance', 'RelevanceSplit',
-           'split_by_query', 'split_by_document']
+           'read_relevance_set', 'RelevanceTexts', 'read_beir', 'read_text_pairs', 'embed_relevance']
 
 # %% ../../nbs/data/08_relevance.ipynb #fa6245df
 import json
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.sparse import csr_array
 
 from .arrays import InputError
 from .datasets import Source
@@ -282,67 +280,3 @@ def embed_relevance(
     relevance = RelevanceSet(queries, documents, pairs)
     _write_qrels(relevance, folder / "qrels.tsv")
     return relevance
-
-# %% ../../nbs/data/08_relevance.ipynb #29ddf4e1
-class RelevanceSplit(NamedTuple):
-    "Pairs to train on and queries to test on; no query is in both."
-
-    train_pairs: np.ndarray  # (m, 3) int64: query row, document row, grade
-    test_queries: np.ndarray  # (t,) ascending query rows
-    new: np.ndarray  # (t,) bool: no relevant document of this query (or of its groups) is in a training pair
-
-
-def _number_groups(relevance, groups):
-    "Number the groups of the documents from 0; without groups every document is its own."
-    groups = np.arange(len(relevance.documents)) if groups is None else np.asarray(groups)
-    if groups.shape != (len(relevance.documents),) or pd.isna(groups).any() or (groups == -1).any():
-        raise InputError(f"expected a group for each of {len(relevance.documents)} documents; give new ones their own")
-    return np.unique(groups, return_inverse=True)[1]
-
-
-def _make_split(pairs, groups, train, test_queries):
-    "Make a split of the pairs that are marked for training and the test queries; neither may be empty."
-    train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
-    if not len(train_pairs) or not len(test_queries):
-        found = f"{len(train_pairs)} training pairs and {len(test_queries)} test queries"
-        raise InputError(f"a split must leave both, got {found}; choose other test queries, or more and smaller groups")
-    relevant = pairs[pairs[:, 2] > 0]
-    is_known = np.isin(groups[relevant[:, 1]], groups[train_pairs[:, 1]])
-    return RelevanceSplit(train_pairs, test_queries, ~np.isin(test_queries, relevant[is_known, 0]))
-
-# %% ../../nbs/data/08_relevance.ipynb #c454e502
-def split_by_query(
-    relevance: RelevanceSet,
-    is_test: np.ndarray,  # (n_queries,) bool, such as `relevance.queries.split == "test"` or `rng.random(n) < 0.3`
-    *,
-    groups: np.ndarray | None = None,  # (n_documents,) group of each document, for `new`; None: each its own
-) -> RelevanceSplit:
-    "Split the pairs by query."
-    groups, pairs, test = _number_groups(relevance, groups), relevance.pairs, np.asarray(is_test)
-    if test.shape != (len(relevance.queries),) or test.dtype != bool:
-        raise InputError(f"is_test must be a bool for each of {len(relevance.queries)} queries, got shape {test.shape}")
-    rows = queries_with_relevant(pairs)
-    return _make_split(pairs, groups, ~test[pairs[:, 0]], rows[test[rows]])
-
-# %% ../../nbs/data/08_relevance.ipynb #04d9f000
-def split_by_document(
-    relevance: RelevanceSet,
-    rng: np.random.Generator,
-    *,
-    test_fraction: float = 0.2,  # share of the queries to test on, in (0, 1); a few more may be taken
-    groups: np.ndarray | None = None,  # (n_documents,) such as source, topic or cluster; None: each its own
-) -> RelevanceSplit:
-    "Split the pairs so that no query, no document and no group of documents is on both sides."
-    groups, pairs = _number_groups(relevance, groups), relevance.pairs
-    relevant = pairs[pairs[:, 2] > 0]
-    shape = len(relevance.queries), groups.max() + 1
-    links = csr_array((np.ones(len(relevant)), (relevant[:, 0], groups[relevant[:, 1]])), shape)
-    has_relevant = np.diff(links.indptr) > 0
-    held, is_test = np.zeros(shape[1], bool), np.zeros(shape[0], bool)
-    for query in rng.permutation(np.flatnonzero(has_relevant)):
-        if is_test.sum() >= test_fraction * has_relevant.sum():
-            break
-        held[links.indices[links.indptr[query] : links.indptr[query + 1]]] = True
-        is_test = has_relevant & (links @ ~held == 0)  # all groups of the query are held out
-    train = ~is_test[pairs[:, 0]] & ~held[groups[pairs[:, 1]]]
-    return _make_split(pairs, groups, train, np.flatnonzero(is_test))
