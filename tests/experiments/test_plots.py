@@ -13,10 +13,7 @@ import pytest
 from ega.experiments.grids import GRIDS
 from ega.experiments.plots import (
     METHOD_STYLES,
-    method_style,
     place_labels,
-    plot_active_ratio,
-    plot_intervals,
     plot_quantity_vs_unseen,
 )
 
@@ -61,25 +58,6 @@ def test_labels_of_coinciding_marks_do_not_overlap():
     ax.set_ylim(0, 1)
     place_labels(ax, [0.5] * 6, [0.5] * 6, ["a name"] * 6, ["k"] * 6)
     assert shared(ax) == 0
-
-
-def test_active_ratio_draws_the_mean_and_the_range_of_runs():
-    h = np.array([[0.4, 0.2, 0.1], [0.2, 0.2, 0.3]])
-    ax = plot_active_ratio(axes(), {"ega_paper": h})
-    (line,) = ax.lines
-    assert line.get_xdata().tolist() == [1, 2, 3] and np.allclose(line.get_ydata(), [0.3, 0.2, 0.2])
-    band = ax.collections[0].get_paths()[0].vertices[:, 1]
-    assert band.min() == pytest.approx(0.1) and band.max() == pytest.approx(0.4)
-
-
-def test_intervals_keep_order_and_fill_dots_that_exclude_zero():
-    t = pd.DataFrame({"method": ["ega_paper", "wccn"], "value": [-2.0, 0.1], "low": [-3.0, -0.4], "high": [-1.0, 0.5]})
-    order = ["wccn", "supcon", "ega_paper"]
-    ax = plot_intervals(axes(), t, order=order)
-    assert [v.get_text() for v in ax.get_yticklabels()] == [method_style(m).label for m in order]
-    fills = {v.get_ydata()[0]: v.get_markerfacecolor() for v in ax.lines if v.get_marker() in ("o", "s")}
-    assert fills == {0: "white", 2: method_style("ega_paper").colour}
-    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first of the order is on top
 
 
 def test_every_method_has_its_own_colour_marker_and_name():
