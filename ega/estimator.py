@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils._param_validation import Interval, InvalidParameterError
+from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
 from sklearn.utils.validation import check_is_fitted
 
 # %% ../nbs/adapt/02_estimator.ipynb #119997c7
@@ -45,8 +45,17 @@ from .data.files import READ_ERRORS, atomic_write, check_is_file, file_hash, ope
 from .data.packs import row_split
 from .data.runtime import limit_threads, pick_device, spawn_rngs
 from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
-from .method.adapters import LinearAdapter, adapter_fingerprint, l2_normalize, load_adapter, save_adapter, transform
+from ega.method.adapters import (
+    LinearAdapter,
+    ProjectedAdapter,
+    adapter_fingerprint,
+    l2_normalize,
+    load_adapter,
+    save_adapter,
+    transform,
+)
 from .method.closed_form import ClassStatistics
+from .method.compression import PRECISIONS, RowFormat, fit_projection, formats_within
 from .method.config import MethodConfig, config_to_dict, parse_config
 from .method.methods import STATISTICS_TRANSFORMS, can_update, fit_adapter, needed_rows, update_adapter
 from .selection import CANDIDATES, STRENGTHS, FitProgress, Selection, resolve_candidate, select_adapter
@@ -133,10 +142,13 @@ def _selection_from_json(values, config_class):
     "A Selection from the description; its configuration is a `config_class`."
     results = {}
     for name, column in values["cv_results"].items():
-        dtype = object if name in ("param_method", "safety_check") else np.int32 if name == "rank" else float
+        dtypes = dict.fromkeys(("param_method", "param_precision", "safety_check"), object)
+        dtype = (dtypes | {"rank": np.int32, "param_n_components": np.int64}).get(name, float)
         results[name] = column if name == "params" else np.array(column, dtype)  # float: null becomes nan
     config = values["config"] and parse_config(config_class, values["config"])
-    return Selection(**values | {"table": pd.DataFrame(values["table"]), "config": config, "cv_results": results})
+    row_format = values["row_format"] and RowFormat(*values["row_format"])
+    read = {"table": pd.DataFrame(values["table"]), "config": config, "row_format": row_format, "cv_results": results}
+    return Selection(**values | read)
 
 
 def _candidate_from_json(value):
@@ -215,12 +227,21 @@ class _BaseAdapter(BaseEstimator):
         "Whether the embeddings stay as they are."
         return self.selection_.frozen
 
+    @property
+    def row_format_(self) -> RowFormat:
+        "In which rows are stored."
+        return self.selection_.row_format or RowFormat(self.n_features_in_)
+
+    @property
+    def _n_features_out(self):
+        return self.row_format_.n_components
+
     def _transform_with(self, adapter, X):
         "Adapt the rows of X with one of the fitted adapters, and return them in a container like X."
         check_feature_names(self, X, reset=False)
         a = check_matrix(X, self.n_features_in_)
         blocks = ((first, transform(adapter, x, device=self.device)) for first, x in iter_unit_rows(a))
-        return _fill_like(X, blocks, (len(a), self.n_features_in_))
+        return _fill_like(X, blocks, (len(a), self._n_features_out))
 
     def _describe(self, hashes):
         "The description that is saved beside the other files, whose SHA-256 are `hashes`, as JSON can hold it."
@@ -370,6 +391,13 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         Methods that "auto" compares.
     strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
         Strengths in [0, 1] that are compared: 1 is the fitted method, 0 its closed form before training.
+    max_bytes : int or None, default=None
+        Bytes that a row of the index may cost. The adapter is selected at that size, against the frozen float32
+        embeddings, among int8 rows of fewer components and bits of more; None: all components as float32.
+    n_components : int or None, default=None
+        Components of an adapted row, instead of `max_bytes`; None: all.
+    precision : {"float32", "float16", "int8", "binary"}, default="float32"
+        Precision at which rows are stored, instead of `max_bytes`.
     cv : int, default=4
         Number of parts of the classes, each held out once.
     random_state : int, default=0
@@ -389,6 +417,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         That table and the changes on each fold as `GridSearchCV.cv_results_` has them; empty if nothing was compared.
     frozen_ : bool
         Whether no candidate passed, so that `transform` changes nothing but the norm.
+    row_format_ : RowFormat
+        Components and precision of a stored row, and its `n_bytes`.
     adapter_ : torch.nn.Module
         The fitted adapter, on the CPU.
     classes_ : ndarray of shape (n_classes,)
@@ -433,8 +463,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
         "method": [str, tuple, list],
         "candidates": [list, tuple],
+        "max_bytes": [Interval(Integral, 1, None, closed="left"), None],
+        "n_components": [Interval(Integral, 1, None, closed="left"), None],
+        "precision": [StrOptions(set(PRECISIONS))],
     }
-    _n_features_out = property(lambda self: self.n_features_in_)
 
     def __init__(
         self,
@@ -445,6 +477,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         confidence: float = 0.95,
         candidates: Sequence = CANDIDATES,
         strengths: Sequence[float] = STRENGTHS,
+        max_bytes: int | None = None,
+        n_components: int | None = None,
+        precision: str = "float32",
         cv: int = 4,
         random_state: int = 0,
         n_jobs: int | None = None,
@@ -457,6 +492,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self.confidence = confidence
         self.candidates = candidates
         self.strengths = strengths
+        self.max_bytes = max_bytes
+        self.n_components = n_components
+        self.precision = precision
         self.cv = cv
         self.random_state = random_state
         self.n_jobs = n_jobs
@@ -514,13 +552,32 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         "Select a method and a strength."
         if self.max_unseen_loss is not None:
             candidates = self.candidates if self.method == "auto" else (self.method,)
-            return select_adapter(rows, y, candidates, progress=progress, **self._selection_settings())
+            formats = self._formats(rows.shape[1])
+            settings = self._selection_settings() | {"formats": formats}
+            selection = select_adapter(rows, y, candidates, progress=progress, **settings)
+            if selection.frozen and max(formats).n_bytes < 4 * rows.shape[1]:
+                warnings.warn(f"rows stay float32, {4 * rows.shape[1]:,} bytes each: {selection.reason}", stacklevel=3)
+            return selection
         if self.method == "auto":
             raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method")
         name, config = resolve_candidate(self.method, random_state=self.random_state)
         if n_classes < 2 and name != "frozen":
             raise InputError(f"{name} needs labelled rows of at least two classes, got {n_classes}; label more rows")
-        return self._select_without_comparison(name, config, n_classes)
+        formats, full = self._formats(rows.shape[1]), RowFormat(rows.shape[1])
+        if len(formats) > 1:
+            raise InputError("max_bytes is met by a comparison; set max_unseen_loss, or n_components and precision")
+        selection = self._select_without_comparison(name, config, n_classes)
+        return selection if formats == [full] else replace(selection, row_format=formats[0])
+
+    def _formats(self, d):
+        "The formats of rows of d components that are compared."
+        if self.max_bytes is not None:
+            if self.n_components is not None or self.precision != "float32":
+                raise InputError("max_bytes chooses n_components and precision; leave these out")
+            return formats_within(self.max_bytes, d)
+        if self.n_components is not None and self.n_components > d:
+            raise InputError(f"n_components must be at most the {d} columns of X, got {self.n_components}")
+        return [RowFormat(self.n_components or d, self.precision)]
 
     def _fit_selected(self, selection, rows, y, progress):
         "The selected adapter, and the statistics of the labelled rows, or None where no update is possible."
@@ -537,6 +594,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             statistics = ClassStatistics(rows.shape[1]).update(x, y)
         options = dict(strength=selection.strength, statistics=statistics, device=self.device)
         adapter = fit_adapter(config, x, y, on_epoch=progress.epoch, **options)
+        if selection.row_format:
+            projection = fit_projection(transform(adapter, x, device=self.device), selection.row_format)
+            if projection is not None:
+                adapter = ProjectedAdapter(adapter, torch.from_numpy(projection)).eval()
         return adapter, statistics if can_update(config, selection.strength) else None
 
     def transform(self, X: Any) -> Any:
@@ -606,7 +667,10 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             raise InputError(f"rows of at least 2 classes must be left, got {len(after.classes)}; fit on other rows")
         fingerprint, hashes = rows.hashes(labels)
         if not self.frozen_:
-            self.adapter_ = update_adapter(self.selection_.config, self.adapter_, before, after, **options)
+            inner = getattr(self.adapter_, "inner", self.adapter_)
+            updated = update_adapter(self.selection_.config, inner, before, after, **options)
+            is_projected = isinstance(self.adapter_, ProjectedAdapter)  # the projection stays
+            self.adapter_ = ProjectedAdapter(updated, self.adapter_.projection).eval() if is_projected else updated
         self.fingerprint_ = adapter_fingerprint(self.adapter_)
         self.classes_ = all_classes[after.classes]
         self.statistics_ = after.relabel(np.arange(len(after.classes)))

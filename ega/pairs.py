@@ -37,6 +37,7 @@ from .measure.ranking import ranking_metrics
 from .measure.search import knn
 from .method.adapters import LinearAdapter, merge_linear, transform
 from .method.closed_form import shrunk_inverse_power
+from .method.compression import RowFormat
 from .method.config import TrainConfig
 from .method.methods import AdapterPath
 from .method.training import LossOutput, Objective, train
@@ -359,7 +360,9 @@ def _compare_pairs_on_fold(queries, documents, pairs, fold, candidates, *, stren
             query_adapter, document_adapter = path.at(s)
             if zd is None or not path.document_is_fixed:
                 zd = transform(document_adapter, documents, device=device)
-            found[s] = measure(transform(query_adapter, queries[rows], device=device), zd)
+            found[s, RowFormat(documents.shape[1])] = measure(
+                transform(query_adapter, queries[rows], device=device), zd
+            )
         return found
 
     given = dict(queries=queries, documents=documents, pairs=fold.train_pairs, negatives=negatives, device=device)
@@ -426,7 +429,8 @@ def select_pair_adapter(
     of_queries = [clusters[rows] for rows in join_parts((fold.known, fold.new) for fold in folds)]
     options: dict[str, Any] = dict(n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
     names = ("queries for known documents", "queries for new documents")
-    return select(candidates, folds, compare, of_queries, limits, min_seen=MIN_CLASSES, names=names, **options)
+    full = RowFormat(documents.shape[1])
+    return select(candidates, folds, compare, of_queries, limits, full, min_seen=MIN_CLASSES, names=names, **options)
 
 # %% ../nbs/adapt/03_pairs.ipynb #pair-adapter
 class PairAdapter(_BaseAdapter):

@@ -14,6 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ import torch
 from joblib import Parallel, delayed, effective_n_jobs
 from tqdm import tqdm
 
-from .data.arrays import InputError
+from .data.arrays import InputError, normalize
 from .data.packs import row_split
 from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
 from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
+from .method.compression import RowFormat, compress, fit_projection, project
 from .method.config import MethodConfig, build_method_config
 from .method.methods import check_loss, fit_path
 
@@ -137,14 +139,16 @@ def _scores_at(uq, vq, ug, vg, strengths):
         yield torch.add(constant, mixed, alpha=s).add_(square, alpha=s * s)
 
 
-def _search_path(u, v, y, fold, strengths, has_copies):
-    "{strength: (LP@1, captured)}, (nq,) each, of the queries of a fold in its mixed gallery; rows l2(u + strength v)."
+def _search_path(u, v, y, fold, strengths, has_copies, stored=None):
+    """{strength: (LP@1, captured)}, (nq,) each, of the queries of a fold in its mixed gallery; rows l2(u + strength v).
+
+    `stored`: the rows of the gallery, if they are not those of u."""
     queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
     own = np.full(len(queries), -1)
     own[len(fold.seen_queries) :] = len(fold.fit) + np.searchsorted(fold.unseen, fold.unseen_queries)
     labels, own, queries, gallery = (torch.from_numpy(a).to(u.device) for a in (y, own, queries, gallery))
     is_fit = torch.arange(len(gallery), device=u.device) < len(fold.fit)
-    ug, vg = u[gallery], None if v is None else v[gallery]
+    ug, vg = (u if stored is None else stored)[gallery], None if v is None else v[gallery]
     scales = [1 / (ug if v is None else ug + s * vg).norm(dim=1) for s in strengths]
     found = {s: [] for s in strengths}
     for block, block_own in zip(queries.split(_QUERIES_AT_ONCE), own.split(_QUERIES_AT_ONCE)):
@@ -157,8 +161,8 @@ def _search_path(u, v, y, fold, strengths, has_copies):
     return {s: tuple(torch.cat(part).cpu().numpy() for part in zip(*parts)) for s, parts in found.items()}
 
 # %% ../nbs/adapt/01_selection.ipynb #ask-all
-# changes: {(name, strength): (seen, unseen)}, differences to frozen of each query;
-# captured: {(name, strength): (unseen queries,) bool}; fit_seconds and seconds (with search): {name: float}
+# changes: {(name, strength, format): (seen, unseen)}, differences to frozen of each query; format: a RowFormat
+# captured: {(name, strength, format): (unseen queries,) bool}; fit_seconds and seconds (with search): {name: float}
 FoldComparison = namedtuple("FoldComparison", "changes captured fit_seconds seconds")
 
 
@@ -166,25 +170,25 @@ def compare_candidates(
     candidates: "Sequence[tuple[str, Any]]",  # name and configuration
     frozen: "tuple[np.ndarray, np.ndarray]",  # outcome of each query (n,), captured (n,), in the frozen embeddings
     fit: Callable,  # (configuration, on_epoch=) -> adapter path
-    search: Callable,  # adapter path -> {strength: (outcome (n,), captured (n,))}
+    search: Callable,  # adapter path -> {(strength, format): (outcome (n,), captured (n,))}
     n_seen: int,  # queries that count as seen; the others are unseen
     *,
     progress: "FitProgress | None" = None,
     label: str = "",  # shown behind the name of the candidate
 ) -> FoldComparison:
-    "Fit every candidate, and compare its outcomes at every strength with those of the frozen embeddings."
+    "Fit every candidate, and compare its outcomes at every strength and format with those of the frozen embeddings."
     progress = progress or FitProgress(show=False)
     before, capture = frozen
-    comparison = FoldComparison({}, {("frozen", 0.0): capture[n_seen:]}, {}, {})
+    comparison = FoldComparison({}, {"frozen": capture[n_seen:]}, {}, {})
     for name, config in candidates:
         start = time.monotonic()
         progress.start(f"{name}{label}")
         path = fit(config, on_epoch=progress.epoch)
         comparison.fit_seconds[name] = time.monotonic() - start
-        for strength, (after, capture) in search(path).items():
+        for at, (after, capture) in search(path).items():
             change = after - before
-            comparison.changes[name, strength] = (change[:n_seen], change[n_seen:])
-            comparison.captured[name, strength] = capture[n_seen:]
+            comparison.changes[name, *at] = (change[:n_seen], change[n_seen:])
+            comparison.captured[name, *at] = capture[n_seen:]
         comparison.seconds[name] = time.monotonic() - start
         progress.finish()
     return comparison
@@ -197,17 +201,29 @@ def compare_on_fold(
     candidates: list[Candidate],
     *,
     strengths: Sequence[float] = STRENGTHS,
+    formats: "Sequence[RowFormat] | None" = None,  # in which the gallery is stored; None: as float32
     device: "torch.device | str | None" = None,  # None: CUDA when there is one
     **shown: Any,  # progress and label of `compare_candidates`
 ) -> FoldComparison:
-    "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength."
+    "Compare candidates with the frozen embeddings by LP@1 on one fold, at every strength and format."
+    full = RowFormat(x.shape[1])
+    formats = [full] if formats is None else formats
     device, has_copies = pick_device(device), len(np.unique(hash_unit_rows(x))) < len(x)
     search_path = partial(_search_path, y=y, fold=fold, has_copies=has_copies)
 
     def search(path):
         u, v = path.start_and_change(x, device=device)
         compared = [s for s in strengths if s > 0 or path.start]  # without a start, 0 is frozen
-        return search_path(u, v, strengths=(1.0,) if v is None else compared)
+        found = {}
+        compared = [1.0] if v is None else compared
+        if full in formats:
+            found |= {(s, full): hits for s, hits in search_path(u, v, strengths=compared).items()}
+        for s, row_format in product(compared, [f for f in formats if f != full]):
+            z = normalize((u if v is None else u + s * v).cpu().numpy())
+            z = project(z, fit_projection(z[fold.fit], row_format))
+            rows = [torch.from_numpy(a).to(device) for a in (z, compress(z, row_format))]
+            found[s, row_format] = search_path(rows[0], None, strengths=(s,), stored=rows[1])[s]
+        return found
 
     frozen = search_path(torch.from_numpy(x).to(device), None, strengths=(0.0,))[0.0]
     fit = partial(fit_path, x=x[fold.fit], y=y[fold.fit], device=device)
@@ -266,7 +282,7 @@ def _safety_check(row, max_unseen_loss, confidence, names):
 
 # %% ../nbs/adapt/01_selection.ipynb #decide
 def score_candidates(
-    changes: dict,  # {(name, strength): (seen (n,), unseen (m,))}, differences of LP@1 to frozen, in [-1, 1]
+    changes: dict,  # {(name, strength, format): (seen (n,), unseen (m,))}, differences of LP@1 to frozen, in [-1, 1]
     classes: Sequence[np.ndarray],  # (n,) and (m,) int: the classes of these queries
     *,
     max_unseen_loss: float,  # points of LP@1
@@ -275,7 +291,7 @@ def score_candidates(
     rng: np.random.Generator,  # of the bootstrap
     n_boot: int = N_BOOT,  # bootstrap replicates
     names: "tuple[str, str]" = ("seen classes", "held-out classes"),  # in the reasons
-) -> pd.DataFrame:  # a row per candidate and strength, frozen first; changes in points
+) -> pd.DataFrame:  # a row per candidate, strength and format, frozen first; changes in points
     "Summarise the changes of every candidate and apply the safety check."
     parts, draws = [], []
     for part, values, clusters in zip(("seen", "unseen"), zip(*changes.values()), classes):
@@ -287,8 +303,8 @@ def score_candidates(
     table.insert(0, "gain", (1 - unseen_share) * table.seen + unseen_share * table.unseen)
     table.insert(1, "gain_bound", np.quantile(gain_draws, 1 - confidence, axis=0))
     checks = [_safety_check(row, max_unseen_loss, confidence, names) for row in table.itertuples()]
-    table.insert(0, "method", [name for name, _ in changes])
-    table.insert(1, "strength", [float(strength) for _, strength in changes])
+    table.insert(0, "method", [key[0] for key in changes])
+    table.insert(1, "strength", [float(key[1]) for key in changes])
     table["safety_check"], table["reason"] = zip(*checks)
     frozen = {"method": "frozen", "safety_check": "pass", "reason": "the embeddings are not changed"}
     frozen_row = pd.DataFrame([dict.fromkeys(table.columns, 0.0) | frozen])
@@ -311,6 +327,7 @@ class Selection:
     method: str = "frozen"  # name of the selected candidate; "frozen" when none passed
     strength: float = 0.0  # 0 when frozen
     config: Any = None  # of the selected candidate
+    row_format: RowFormat | None = None  # in which rows are stored; None: all components as float32
     table: pd.DataFrame = field(default_factory=pd.DataFrame)  # of `score_candidates`; empty: nothing was compared
     cv_results: dict = field(default_factory=dict)  # {column: array}, a row per candidate and strength
 
@@ -320,24 +337,24 @@ class Selection:
         return self.method == "frozen"
 
     def __repr__(self):
-        return f"Selection({self.method}{'' if self.frozen else f' at {self.strength:g}'}: {self.reason})"
+        at = "" if self.frozen else f" at {self.strength:g}"
+        stored = f" as {self.row_format.n_components} x {self.row_format.precision}" if self.row_format else ""
+        return f"Selection({self.method}{at}{stored}: {self.reason})"
 
 # %% ../nbs/adapt/01_selection.ipynb #cv-results
-def _cv_results(table, comparisons):
+def _cv_results(table, comparisons, keys):
     "The table of candidates and the changes on each fold, in the form of GridSearchCV.cv_results_."
-    results = {f"param_{name}": table[name].to_numpy() for name in ("method", "strength")}
-    results["params"] = table[["method", "strength"]].to_dict("records")
+    names = ["method", "strength", "n_components", "precision"]
+    results = {f"param_{name}": table[name].to_numpy() for name in names}
+    results["params"] = table[names].to_dict("records")
     times = np.array([[c.fit_seconds.get(name, 0.0) for c in comparisons] for name in table.method])
     results |= {"mean_fit_time": times.mean(1), "std_fit_time": times.std(1)}
     results |= {"mean_gain": table.gain.to_numpy(), "gain_bound": table.gain_bound.to_numpy()}
     for which, part in enumerate(("seen", "unseen")):
         for number, comparison in enumerate(comparisons):
-            changes = [
-                comparison.changes.get(row, np.zeros((2, 1)))[which] for row in zip(table.method, table.strength)
-            ]
-            means = [
-                100 * change.mean() if len(change) else np.nan for change in changes
-            ]  # nan: a fold without queries
+            changes = [comparison.changes.get(key, np.zeros((2, 1)))[which] for key in keys]
+            # nan: a fold without queries
+            means = [100 * change.mean() if len(change) else np.nan for change in changes]
             results[f"split{number}_{part}_change"] = np.array(means)
         results[f"mean_{part}_change"] = table[part].to_numpy()  # over the queries of all folds
         for end in ("low", "high", "bound"):
@@ -370,6 +387,7 @@ def select(
     compare: Callable[..., FoldComparison],  # function of (fold, progress=, label=)
     clusters: "Sequence[np.ndarray]",  # of the seen and of the unseen queries of all folds
     limits: "dict[str, Any]",  # max_unseen_loss, unseen_share and confidence, as of score_candidates
+    full: RowFormat,  # of the frozen embeddings
     *,
     n_classes: int,  # classes, or groups of documents, that were compared
     rng: np.random.Generator,  # of the bootstrap over clusters
@@ -392,8 +410,10 @@ def select(
         changes = {key: (unseen, unseen) for key, (_, unseen) in changes.items()}
         clusters, names = (clusters[1], clusters[1]), (names[1], names[1])
     table = score_candidates(changes, clusters, rng=rng, names=names, **limits)
-    rows = list(zip(table.method, table.strength))
-    captured = [100 * np.concatenate([c.captured[row] for c in comparisons]).mean() for row in rows]
+    keys, formats = ["frozen", *changes], [full, *(key[2] for key in changes)]
+    table["n_components"], table["precision"] = zip(*formats)
+    table["n_bytes"] = [row_format.n_bytes for row_format in formats]
+    captured = [100 * np.concatenate([c.captured[key] for c in comparisons]).mean() for key in keys]
     table.insert(table.columns.get_loc("safety_check"), "capture_rate", captured)
     table["seconds"] = [sum(c.seconds.get(name, 0.0) for c in comparisons) for name in table.method]
     best, reason = pick_candidate(table), f"no candidate gains within max_unseen_loss={limits['max_unseen_loss']:g}"
@@ -405,8 +425,9 @@ def select(
         best.method,
         float(best.strength),
         candidates.get(best.method),
+        None if (row_format := formats[best.name]) == full else row_format,
         table,
-        _cv_results(table, comparisons),
+        _cv_results(table, comparisons, keys),
     )
 
 # %% ../nbs/adapt/01_selection.ipynb #select-adapter
@@ -419,6 +440,7 @@ def select_adapter(
     unseen_share: float = 0.5,  # share of the queries that is expected from unseen classes
     confidence: float = 0.95,  # of the one-sided lower bounds, for one candidate and strength named in advance
     strengths: Sequence[float] = STRENGTHS,  # 1 is the fitted method, 0 its closed form before training
+    formats: "Sequence[RowFormat] | None" = None,  # in which rows are stored; None: all components as float32
     n_folds: int = 4,  # parts of the classes, each held out once
     random_state: int = 0,  # seed of the folds, the training and the bootstrap
     n_jobs: int | None = None,  # folds at a time; any number gives the same result
@@ -443,7 +465,8 @@ def select_adapter(
         reason = f"too few classes: {n_classes} with two rows or more, and {needed} are needed"
         return Selection(reason, max_unseen_loss, confidence, n_classes)
     folds = leave_classes_out(y, rngs.split, n_folds=n_folds)
-    compare = partial(compare_on_fold, x, y, candidates=resolved, strengths=strengths, device=device)
+    given: dict[str, Any] = dict(candidates=resolved, strengths=strengths, formats=formats, device=device)
+    compare = partial(compare_on_fold, x, y, **given)
     clusters = [y[rows] for rows in join_parts((fold.seen_queries, fold.unseen_queries) for fold in folds)]
     options: dict[str, Any] = dict(n_classes=n_classes, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
-    return select(configs, folds, compare, clusters, limits, **options)
+    return select(configs, folds, compare, clusters, limits, RowFormat(x.shape[1]), **options)

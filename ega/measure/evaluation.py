@@ -22,20 +22,28 @@ from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
 from ..method.adapters import transform
+from ..method.compression import compress
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-search-code
 EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, for ties at the k-th distance
 
 
 def knn_among_rows(
-    x: np.ndarray, queries: np.ndarray, gallery: np.ndarray, k: int = 1, *, device: str | None = None
+    x: np.ndarray,
+    queries: np.ndarray,
+    gallery: np.ndarray,
+    k: int = 1,
+    *,
+    stored: np.ndarray | None = None,  # the rows that the gallery holds, if they are not those of x
+    device: str | None = None,
 ) -> Neighbours:  # D and I (nq, min(k, nb)): I are positions in `gallery`, -1 where it has fewer other rows
     "Exact nearest neighbours of some rows of x among others, given by row number; a row is never its own neighbour."
-    if np.array_equal(queries, gallery):
+    if stored is None and np.array_equal(queries, gallery):
         return loo_knn(x[gallery], k, device=device)
+    rows = x if stored is None else stored
     if not np.isin(queries, gallery).any():
-        return knn(x[queries], x[gallery], k, device=device)
-    D, I = knn(x[queries], x[gallery], k + 1, device=device)
+        return knn(x[queries], rows[gallery], k, device=device)
+    D, I = knn(x[queries], rows[gallery], k + 1, device=device)
     is_query = gallery[I] == queries[:, None]
     others_first = np.argsort(is_query, axis=1, kind="stable")[:, :k]
     D, I = np.where(is_query, np.float32(np.inf), D), np.where(is_query, -1, I)  # if the gallery has no k others
@@ -50,11 +58,9 @@ class LabelHits(NamedTuple):
     is_copy: np.ndarray  # (nq,) bool: whether the nearest neighbour is an exact copy of the query
 
 
-def label_hits(
-    x: np.ndarray, y: np.ndarray, queries: np.ndarray, gallery: np.ndarray, *, device: str | None = None
-) -> LabelHits:
-    "LP@1 and nearest neighbour of some rows of x with labels y, searched among others; both given by row number."
-    found = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, device=device)
+def label_hits(x: np.ndarray, y: np.ndarray, queries: np.ndarray, gallery: np.ndarray, **options: Any) -> LabelHits:
+    "LP@1 and nearest neighbour of some rows of x with labels y; rows and options as of `knn_among_rows`."
+    found = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, **options)
     position = found.I[:, 0]
     neighbour = np.where(position < 0, -1, gallery[position])
     is_copy = (position >= 0) & (x[neighbour] == x[queries]).all(1)
@@ -168,6 +174,7 @@ def evaluate_embeddings(
     seen: np.ndarray,
     trained_on: np.ndarray,
     *,
+    stored: np.ndarray | None = None,  # (n, d') the adapted rows as the gallery holds them; None: z
     max_queries: int = MAX_QUERIES,
     device: str | None = None,
     random_state: int = 0,
@@ -175,7 +182,10 @@ def evaluate_embeddings(
 ) -> pd.DataFrame:  # the columns of `evaluate`
     "LP@1 of frozen and adapted embeddings by group of queries, in the mixed and in their own gallery."
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
-    frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
+    frozen, adapted = (
+        [label_hits(v, y, s.queries, s.gallery, stored=rows, device=device) for s in searches]
+        for v, rows in ((x, None), (z, stored))
+    )
     is_seen = seen | trained_on
     return tabulate_changes(searches, frozen, adapted, y, is_seen, random_state=random_state, confidence=confidence)
 
@@ -303,7 +313,8 @@ def evaluate(
 ) -> pd.DataFrame:
     """Compare adapted with frozen embeddings by LP@1, on the classes the estimator was fitted on and on all others.
 
-    LP@1 is the share of queries whose nearest neighbour carries their label. Every labelled row can be a query if
+    LP@1 is the share of queries whose nearest neighbour carries their label; adapted rows are searched as they are
+    stored, at the precision of the estimator. Every labelled row can be a query if
     another row of its kind, seen or unseen, has the same label. Rows that were fitted on are recognised by a hash; a
     copy that was stored as float16 or int8 after the fit may not be.
 
@@ -346,5 +357,7 @@ def evaluate(
     x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     device = estimator.device
     options: dict[str, Any] = dict(random_state=random_state, confidence=confidence, max_queries=max_queries)
-    z = transform(estimator.adapter_, x, device=device)
+    z, row_format = transform(estimator.adapter_, x, device=device), estimator.row_format_
+    if row_format.precision != "float32":
+        options["stored"] = compress(z, row_format)
     return evaluate_embeddings(x, z, labels, seen, trained_on, device=device, **options)

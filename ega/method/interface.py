@@ -21,6 +21,7 @@ from ..data.arrays import InputError, check_matrix, check_X, normalize
 from ..data.files import hash_arrays, read_json, reading
 from ega.method.adapters import (
     LinearAdapter,
+    ProjectedAdapter,
     adapter_config,
     adapter_fingerprint,
     load_adapter,
@@ -173,6 +174,9 @@ def as_adapter(
     if isinstance(adapter, torch.nn.Module) and hasattr(adapter, "d"):
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
         fingerprint = adapter_fingerprint(module)
+        if isinstance(module, ProjectedAdapter):
+            steps = as_adapter(module.inner), as_adapter(module.projection.cpu().numpy())
+            return replace(_chain(steps), fingerprint=fingerprint, module=module)
         if hasattr(module, "as_matrix"):
             offset = getattr(module, "offset", None)
             offset = None if offset is None else offset.detach().cpu().numpy()

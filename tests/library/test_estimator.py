@@ -38,6 +38,7 @@ from ega.method.adapters import (
     scale_residual,
     transform,
 )
+from ega.method.compression import RowFormat
 from ega.method.config import build_method_config
 from ega.method.interface import as_adapter
 from ega.method.methods import fit_adapter
@@ -222,7 +223,7 @@ def test_every_parameter_reaches_the_selection(fitted, monkeypatch):
     same = dict(max_unseen_loss=0.3, unseen_share=0.2, confidence=0.8, strengths=(0.4,), random_state=5, n_jobs=2)
     EmbeddingAdapter(candidates=("lda",), cv=3, device="cpu", **same).fit(x, y)
     EmbeddingAdapter("wccn", cv=3, device="cpu", **same).fit(x, y)
-    settings = same | {"n_folds": 3, "device": torch.device("cpu")}
+    settings = same | {"n_folds": 3, "device": torch.device("cpu"), "formats": [RowFormat(x.shape[1])]}
     assert calls == [(("lda",), settings), (("wccn",), settings)]
 
 

@@ -62,7 +62,7 @@ WITHOUT_TORCH = [
     "measure.statistics",
     "method.closed_form",
     "method.certificates",
-        "method.compression",
+    "method.compression",
     "data.relevance",
     "cli",
     "experiments.protocols",

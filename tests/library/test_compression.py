@@ -1,0 +1,165 @@
+"Formats of stored rows: codes against sentence-transformers, projections, and the selection at the stored size."
+
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.decomposition import TruncatedSVD
+
+from ega import AdaptedIndex, EmbeddingAdapter, InputError, evaluate, normalize
+from ega.data.datasets import patch_torchvision
+from ega.method.adapters import transform
+from ega.method.compression import (
+    PRECISIONS,
+    RowFormat,
+    compress,
+    fit_projection,
+    formats_within,
+    project,
+    quantize_embeddings,
+)
+from ega.method.interface import as_adapter
+from ega.method.methods import fit_path
+from ega.selection import compare_on_fold, leave_classes_out, resolve_candidate
+
+
+def world(seed, classes=16, rows=20, d=32):
+    "Classes on a sphere, with noise of unequal size in the coordinates."
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(size=(classes, rows, d)) * np.r_[np.full(d // 4, 1.5), np.full(d - d // 4, 0.3)]
+    y = np.repeat(np.arange(classes), rows)
+    return normalize((rng.normal(size=(classes, 1, d)) + noise).reshape(-1, d)), y
+
+
+X, Y = world(0)
+
+
+def test_bits_are_those_of_sentence_transformers():
+    patch_torchvision()
+    quantization = pytest.importorskip("sentence_transformers.util", reason="needs sentence-transformers")
+    theirs = quantization.quantize_embeddings(X, precision="ubinary")
+    assert np.array_equal(quantize_embeddings(X, "binary"), theirs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("k", [32, 13])
+def test_stored_rows_have_the_stated_bytes_and_nearly_the_directions_of_the_rows(precision, k):
+    z, least = normalize(X[:, :k]), {"binary": 0.5, "int8": 0.9999}.get(precision, 1 - 1e-6)
+    codes, stored = quantize_embeddings(z, precision), compress(z, RowFormat(k, precision))
+    assert codes[0].nbytes == RowFormat(k, precision).n_bytes
+    assert np.allclose(np.linalg.norm(stored, axis=1), 1, atol=1e-6) and (stored * z).sum(1).min() > least
+
+
+def test_formats_within_a_budget():
+    assert formats_within(160, 1280) == [(160, "int8"), (1280, "binary")]
+    assert formats_within(4, 1280) == [(4, "int8"), (32, "binary")]
+    assert [formats_within(n, 100) for n in (100, 200, 399, 400)] == [
+        [(100, p)] for p in ("int8", "float16", "float16", "float32")
+    ]
+
+
+def test_the_projection_is_that_of_a_truncated_svd():
+    P = fit_projection(X, RowFormat(5, "int8"))
+    svd = TruncatedSVD(5, algorithm="arpack").fit(X)
+    assert np.allclose(np.abs(P @ svd.components_.T), np.eye(5), atol=1e-3)
+    assert fit_projection(X, RowFormat(32, "int8")) is None and project(X, None) is X
+
+
+def test_bits_are_taken_after_a_rotation_that_the_seed_decides():
+    P, again = (fit_projection(X, RowFormat(32, "binary"), random_state=3) for _ in range(2))
+    assert np.array_equal(P, again) and np.allclose(P @ P.T, np.eye(32), atol=1e-5)
+    assert not np.allclose(P, fit_projection(X, RowFormat(32, "binary")))
+
+
+@pytest.mark.parametrize("row_format", [RowFormat(32, "binary"), RowFormat(6, "int8")])
+def test_folds_are_measured_as_the_index_stores_them(row_format):
+    "By a loop over the queries, with the gallery decoded from its codes."
+    fold, config = leave_classes_out(Y, np.random.default_rng(0))[0], resolve_candidate("wccn").config
+    options = dict(strengths=(0.5,), formats=[row_format], device="cpu")
+    done = compare_on_fold(X, Y, fold, [("made", config)], **options).changes["made", 0.5, row_format]
+    z = transform(fit_path(config, X[fold.fit], Y[fold.fit], device="cpu").at(0.5), X, device="cpu")
+    z = project(z, fit_projection(z[fold.fit], row_format))
+    stored, gallery = compress(z, row_format), np.r_[fold.fit, fold.unseen]
+    for part, queries in enumerate((fold.seen_queries, fold.unseen_queries)):
+        changes = []
+        for q in queries:
+            others = gallery[gallery != q]
+            hits = [Y[others[np.argmax(rows[others] @ query)]] == Y[q] for rows, query in ((stored, z[q]), (X, X[q]))]
+            changes.append(float(hits[0]) - float(hits[1]))
+        assert np.mean(np.array(changes) != done[part]) < 0.02  # near ties
+
+
+@pytest.fixture(scope="module")
+def small():
+    return EmbeddingAdapter(candidates=("wccn",), max_bytes=16, max_unseen_loss=20.0, confidence=0.6).fit(X, Y)
+
+
+def test_a_budget_is_kept_and_chosen_with_the_strength(small):
+    table = small.selection_.table
+    assert set(zip(table.n_components[1:], table.precision[1:])) == {(16, "int8"), (32, "binary")}
+    assert (
+        not small.frozen_
+        and small.row_format_.n_bytes <= 4
+        and f" x {small.row_format_.precision}" in repr(small.selection_)
+    )
+    z = small.transform(X)
+    assert z.shape == (len(X), small.row_format_.n_components) and np.allclose(np.linalg.norm(z, axis=1), 1, atol=1e-5)
+    assert len(small.get_feature_names_out()) == z.shape[1]
+
+
+def test_the_projection_is_saved_and_part_of_one_matrix(small, tmp_path):
+    loaded = EmbeddingAdapter.load(small.save(tmp_path / "a"))
+    assert loaded.row_format_ == small.row_format_ and loaded.fingerprint_ == small.fingerprint_
+    assert np.array_equal(loaded.transform(X), small.transform(X))
+    a = as_adapter(small)
+    assert a.matrix.shape == (small.row_format_.n_components, 32)
+    assert np.allclose(a.transform(X), small.transform(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("factory", ["RaBitQ", "SQ8"])
+def test_an_index_of_faiss_holds_the_rows(factory):
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None, precision="binary").fit(X, Y)
+    found = AdaptedIndex(adapter, factory).add(X).search(X, k=2).I
+    assert (Y[found[:, 1]] == Y).mean() > (Y[AdaptedIndex(np.eye(32)).add(X).search(X, k=2).I[:, 1]] == Y).mean() - 0.1
+
+
+def test_evaluation_searches_what_is_stored(small):
+    table = evaluate(small, X, Y).set_index(["group", "gallery"])
+    z = small.transform(X)
+    scores = z @ compress(z, small.row_format_).T
+    np.fill_diagonal(scores, -np.inf)
+    assert table.adapted["trained on", "seen"] == pytest.approx(100 * (Y[scores.argmax(1)] == Y).mean(), abs=0.5)
+
+
+def test_an_update_keeps_the_projection():
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None, n_components=6, precision="int8").fit(X[Y < 12], Y[Y < 12])
+    before = adapter.adapter_.projection.clone()
+    adapter.partial_fit(X[Y >= 12], Y[Y >= 12])
+    whole = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(X, Y)
+    assert np.array_equal(adapter.adapter_.projection, before)
+    assert np.allclose(adapter.transform(X), project(whole.transform(X), before.numpy()), atol=1e-4)
+
+
+def test_where_no_format_passes_the_rows_stay_as_they_are():
+    with pytest.warns(UserWarning, match="128 bytes"):
+        adapter = EmbeddingAdapter(candidates=("wccn",), max_bytes=1, max_unseen_loss=0.0).fit(X, Y)
+    assert adapter.frozen_ and adapter.row_format_ == RowFormat(32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EmbeddingAdapter(candidates=("frozen",)).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(max_bytes=4, precision="int8"),
+        dict(max_bytes=4, n_components=3),
+        dict(n_components=33),
+        dict(max_bytes=0),
+        dict(precision="int4"),
+        dict(method="wccn", max_unseen_loss=None, max_bytes=4),
+    ],
+)
+def test_settings_that_contradict_each_other_or_the_width(settings):
+    with pytest.raises(InputError):
+        EmbeddingAdapter(**settings).fit(X, Y)
