@@ -8,7 +8,6 @@ from torch import nn
 from ega.data.arrays import InputError
 from ega.method import certificates
 from ega.method.certificates import (
-    angle_to_chord,
     certified_queries,
     certified_radius,
     chord_to_angle,
@@ -124,10 +123,6 @@ def test_excluded_rows_and_ties():
 def test_displacements_of_no_unit_rows_are_refused(displacement):
     with pytest.raises(InputError):
         certified_queries(np.eye(3), np.eye(3), displacement, 0.0)
-
-
-def test_chords_and_angles_are_inverse():
-    assert np.allclose(angle_to_chord(chord_to_angle([0.0, 0.7, 2.0])), [0, 0.7, 2])
 
 
 def test_largest_certified_strength_keeps_the_share():

@@ -11,8 +11,6 @@ from ega.data.arrays import InputError, normalize
 from ega.method import methods
 from ega.method.adapters import (
     LinearAdapter,
-    PaperEGA,
-    ReleasedEGA,
     adapter_fingerprint,
     load_adapter,
     save_adapter,
@@ -90,12 +88,7 @@ def test_parse_config_keeps_added_fields_that_are_not_default():
 # what a configuration builds
 
 
-@pytest.mark.parametrize(
-    "kind, cls", [("ega_paper", PaperEGA), ("ega_released", ReleasedEGA), ("linear", LinearAdapter)]
-)
-def test_build_adapter(kind, cls):
-    adapter = build_adapter(AdapterConfig(kind, hidden=None if kind == "linear" else 4), 6, torch.Generator())
-    assert type(adapter) is cls and adapter.d == 6
+def test_the_rank_of_an_adapter_is_at_most_its_width():
     assert build_adapter(AdapterConfig("lora", rank=128, scale=2.0), 6, torch.Generator()).rank == 6
 
 
@@ -246,6 +239,7 @@ def whitened_ega():
         (lambda: LossConfig("triplet", sampler="x"), "sampler"),
         (lambda: LossConfig("supcon", tau=0.1, self_positive=True), "self_positive"),
         (lambda: LossConfig("supcon", options={"scale": 2}), "scale"),
+        (lambda: LossConfig("supcon", options={"tau": 0.1}), "tau"),
         (lambda: TrainConfig(steps_per_epoch=3), "rows_per_class"),
         (lambda: TrainConfig(schedule="linear"), "schedule"),
         (lambda: MethodConfig(AdapterConfig("linear"), LossConfig("nca")), "train"),
