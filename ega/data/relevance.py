@@ -31,11 +31,8 @@ def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")
     limits = (n_queries, n_documents, 2**31)[: a.shape[1]]
-    wrong = a[((a < 0) | (a >= limits) | (a != np.floor(a))).any(axis=1)].tolist()
-    if wrong:
-        raise InputError(
-            f"pairs must be whole numbers from 0, below {limits}; got {wrong[0]}; are the columns swapped?"
-        )
+    if wrong := a[((a < 0) | (a >= limits) | (a != np.floor(a))).any(axis=1)].tolist():
+        raise InputError(f"pairs must be whole numbers below {limits}, got {wrong[0]}; are the columns swapped?")
     a = np.column_stack([a, np.ones(len(a))])[:, :3].astype(np.int64)
     distinct = pd.DataFrame(a).drop_duplicates()
     if twice := distinct[distinct.duplicated([0, 1])].to_numpy().tolist():
@@ -118,23 +115,21 @@ def read_pairs(path: str | Path) -> pd.DataFrame:
 # %% ../../nbs/data/08_relevance.ipynb #fea5b294
 def match_pairs(
     table: pd.DataFrame,  # from read_pairs
-    query_ids: Iterable[str],  # ids of the query rows
-    document_ids: Iterable[str],  # ids of the document rows
+    query_ids: Iterable[str],
+    document_ids: Iterable[str],
     *,
     on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
-) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
+) -> np.ndarray:  # (m, 3) int64
     "Replace the ids of pairs by row numbers of the queries and documents."
     queries, documents = (pd.Index(list(map(str, ids)), dtype=object) for ids in (query_ids, document_ids))
-    rows = pd.DataFrame(
-        {"query": queries.get_indexer(table["query"]), "document": documents.get_indexer(table["document"])}
-    )
-    rows["grade"] = table["grade"].to_numpy()
-    is_found = (rows >= 0).all(axis=1)
+    rows = queries.get_indexer(table["query"]), documents.get_indexer(table["document"])
+    pairs = np.column_stack([*rows, table["grade"]])
+    is_found = (pairs >= 0).all(axis=1)
     if on_missing != "skip" and not is_found.all():
-        missing = table[~is_found.to_numpy()].iloc[0, :2].tolist()
+        missing = table[~is_found].iloc[0, :2].tolist()
         advice = "add their rows or drop these pairs; are the columns swapped, or the ids row numbers from 0?"
         raise InputError(f"{(~is_found).sum()} pairs name missing ids, such as (query, document) {missing}; {advice}")
-    return check_pairs(rows[is_found], len(queries), len(documents))
+    return check_pairs(pairs[is_found], len(queries), len(documents))
 
 # %% ../../nbs/data/08_relevance.ipynb #b73e4952
 @dataclass(frozen=True, eq=False)
@@ -158,13 +153,9 @@ class RelevanceSet:
 
 # %% ../../nbs/data/08_relevance.ipynb #7f386eec
 def write_relevance_set(
-    relevance: RelevanceSet,
-    folder: str | Path,  # made if it does not exist
-    *,
-    dtype: str = "int8",  # of the packs
-    overwrite: bool = False,  # replace the files of a set in this folder
-) -> Path:  # the folder
-    "Write the packs of queries and documents and the pairs to a folder."
+    relevance: RelevanceSet, folder: str | Path, *, dtype: str = "int8", overwrite: bool = False
+) -> Path:
+    "Write the packs of queries and documents and the pairs to a folder, and return it."
     folder = check_output(folder, overwrite=overwrite)
     (folder / "qrels.tsv").unlink(missing_ok=True)  # if this is killed, the old pairs are not read with new packs
     write_pack(relevance.queries, folder / "queries.parquet", dtype=dtype)
@@ -173,12 +164,18 @@ def write_relevance_set(
     return folder
 
 
+def _name_pairs(of):
+    "Pairs of a `RelevanceSet` or of `RelevanceTexts` by id: the inverse of `match_pairs`."
+    queries, documents, grades = of.pairs.T
+    ids = {"query": np.asarray(of.queries.ids)[queries], "document": np.asarray(of.documents.ids)[documents]}
+    return pd.DataFrame(ids | {"grade": grades})
+
+
 def _write_qrels(relevance, path):
     "Write pairs by id, with the columns of BEIR."
-    queries, documents, grades = relevance.pairs.T
-    ids = {"query-id": relevance.queries.ids[queries], "corpus-id": relevance.documents.ids[documents]}
+    header = ["query-id", "corpus-id", "score"]
     with atomic_write(path) as temporary:
-        pd.DataFrame(ids | {"score": grades}).to_csv(temporary, sep="\t", index=False, lineterminator="\n")
+        _name_pairs(relevance).to_csv(temporary, sep="\t", index=False, header=header, lineterminator="\n")
 
 
 def read_relevance_set(folder: str | Path) -> RelevanceSet:
@@ -245,8 +242,9 @@ def read_text_pairs(path: str | Path) -> RelevanceTexts:
     return RelevanceTexts(queries, documents, match_pairs(table, queries.items, documents.items))
 
 # %% ../../nbs/data/08_relevance.ipynb #6484d57b
-def _with_prefix(source, prefix):
-    "Put a prefix before every text of a source."
+def _with_prefix(source, encoder, attribute, prefix):
+    "Put a prefix before every text of a source; None stands for an attribute of the encoder, or no prefix."
+    prefix = getattr(encoder, attribute, "") if prefix is None else prefix
     if not prefix:
         return source
     notes = "; ".join(filter(None, [source.meta.get("notes"), f"prefix {prefix!r}"]))
@@ -266,17 +264,14 @@ def embed_relevance(
     "Embed queries and documents into a folder of packs; an interrupted call resumes."
     folder = Path(out)
     encoder = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
-    query_prefix = getattr(encoder, "query_prefix", "") if query_prefix is None else query_prefix
-    document_prefix = getattr(encoder, "document_prefix", "") if document_prefix is None else document_prefix
-    queries, documents = _with_prefix(texts.queries, query_prefix), _with_prefix(texts.documents, document_prefix)
+    queries = _with_prefix(texts.queries, encoder, "query_prefix", query_prefix)
+    documents = _with_prefix(texts.documents, encoder, "document_prefix", document_prefix)
     is_unfinished = (folder / "documents.parquet.shards").exists()  # the queries are embedded first
     embed(queries, encoder, folder / "queries.parquet", overwrite=overwrite or is_unfinished, **options)
     (folder / "qrels.tsv").unlink(missing_ok=True)  # as in write_relevance_set
     embed(documents, encoder, folder / "documents.parquet", overwrite=overwrite, **options)
     queries, documents = read_pack(folder / "queries.parquet"), read_pack(folder / "documents.parquet")
-    rows, columns, grades = texts.pairs.T
-    by_id = {"query": np.array(texts.queries.ids)[rows], "document": np.array(texts.documents.ids)[columns]}
-    pairs = match_pairs(pd.DataFrame(by_id | {"grade": grades}), queries.ids, documents.ids, on_missing="skip")
+    pairs = match_pairs(_name_pairs(texts), queries.ids, documents.ids, on_missing="skip")
     relevance = RelevanceSet(queries, documents, pairs)
     _write_qrels(relevance, folder / "qrels.tsv")
     return relevance
