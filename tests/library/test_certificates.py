@@ -81,7 +81,7 @@ def gallery(n=80, nq=25, d=5, seed=3):
 @pytest.mark.parametrize("k", [1, 3])
 def test_certified_queries_equal_a_loop_over_all_pairs(k, monkeypatch):
     monkeypatch.setattr(certificates, "_QUERIES_AT_ONCE", 7)
-    xq, xb, rng = gallery(n=40)
+    xq, xb, rng = gallery(n=24)
     eq, eb = rng.uniform(0, 0.03, len(xq)), rng.uniform(0, 0.03, len(xb))
     safe, turn, give = certified_queries(xq, xb, eq, eb, k=k), chord_to_angle(eq), chord_to_angle(eb)
     for q in range(len(xq)):

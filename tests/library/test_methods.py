@@ -59,17 +59,6 @@ def small(method, **options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_build_method_config(method):
-    "Adapter and loss are those of METHODS; epochs, learning rate and decay are set exactly where a method is trained."
-    entry, config = METHODS[method], build_method_config(method, epochs=7, seed=3)
-    assert (config.adapter, config.loss, config.seed) == (entry.adapter, entry.loss, 3)
-    if uses_gradient_training(method):
-        assert config.train == TrainConfig(7, lr=entry.lr, weight_decay=entry.weight_decay, **entry.batches)
-    else:
-        assert config.train is None and config.loss is None
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_parse_config_round_trip(method):
     "Through a dictionary and through JSON; fields added later are restored at their default."
     config = build_method_config(method, seed=2)
