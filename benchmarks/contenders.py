@@ -461,6 +461,24 @@ def _vector_model(x, build_adapter):
     return SentenceTransformer(modules=[RowAdapter()], device="cpu")
 
 
+def _st_options(folder, size, **options):
+    "Arguments of the Trainer of sentence-transformers: nothing is written or reported."
+    from sentence_transformers import SentenceTransformerTrainingArguments
+
+    return SentenceTransformerTrainingArguments(
+        folder,
+        per_device_train_batch_size=size["batch"],
+        learning_rate=size["lr"],
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+
+
 def _st_job(size, folder, columns, loss):
     "Job of the Trainer of sentence-transformers; `columns` is a function of BenchmarkData, `loss` of the model."
     for package in ("datasets", "accelerate"):
@@ -468,22 +486,9 @@ def _st_job(size, folder, columns, loss):
     start, current = benchmark_data(size, folder), SimpleNamespace()
     model = _vector_model(start.x, lambda: torch_released_ega(size["d"], size["hidden"], start.state))
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import SentenceTransformerTrainer
 
-    options = SentenceTransformerTrainingArguments(
-        f"{folder}/out",
-        num_train_epochs=size["epochs"],
-        per_device_train_batch_size=size["batch"],
-        learning_rate=size["lr"],
-        weight_decay=1e-4,
-        max_grad_norm=0,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
+    options = _st_options(f"{folder}/out", size, num_train_epochs=size["epochs"], weight_decay=1e-4, max_grad_norm=0)
     rows = Dataset.from_dict(columns(start))
 
     def prepare():
@@ -526,23 +531,26 @@ def sentence_transformers_batch_triplets(size, folder):
     return _st_job(size, folder, columns, loss)
 
 
-def _torch_supcon_loss(z, y, tau=0.07):
-    "Supervised contrastive loss, written from its equation."
+def _log_q_and_positives(z, y, tau=0.07):
+    "Log of the softmax over the other rows, and which of them are positives; (N, N) each."
     import torch
 
     own = torch.eye(len(z), dtype=torch.bool)
-    positive = (y[:, None] == y[None]) & ~own
     log_q = torch.log_softmax((z @ z.T / tau).masked_fill(own, float("-inf")), 1)
+    return log_q, (y[:, None] == y[None]) & ~own
+
+
+def _torch_supcon_loss(z, y):
+    "Supervised contrastive loss, written from its equation."
+    log_q, positive = _log_q_and_positives(z, y)
     return -(log_q.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
-def _torch_nca_loss(z, y, tau=0.07):
+def _torch_nca_loss(z, y):
     "Neighbourhood components analysis, written from its equation."
     import torch
 
-    own = torch.eye(len(z), dtype=torch.bool)
-    positive = (y[:, None] == y[None]) & ~own
-    log_q = torch.log_softmax((z @ z.T / tau).masked_fill(own, float("-inf")), 1)
+    log_q, positive = _log_q_and_positives(z, y)
     per_anchor = -log_q.masked_fill(~positive, torch.finfo(z.dtype).min).logsumexp(1)
     return per_anchor.masked_fill(~positive.any(1), 0).mean()
 
@@ -972,25 +980,13 @@ def fit_with_sentence_transformers(data, clock, size):
             control.should_training_stop = clock.is_over(_apply(head))
 
     model = _vector_model(torch.from_numpy(data.x), lambda: _linear_head(size["d"]))
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import SentenceTransformerTrainer
     from sentence_transformers.sentence_transformer.losses import BatchAllTripletLoss
 
     head = model[0].adapter
     clock.start()
     with tempfile.TemporaryDirectory() as out:
-        options = SentenceTransformerTrainingArguments(
-            out,
-            num_train_epochs=10**4,
-            per_device_train_batch_size=size["batch"],
-            batch_sampler="group_by_label",
-            learning_rate=size["lr"],
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-        )
+        options = _st_options(out, size, num_train_epochs=10**4, batch_sampler="group_by_label")
         rows = Dataset.from_dict({"row": list(range(size["n"])), "label": data.y.tolist()})
         loss, callbacks = BatchAllTripletLoss(model, margin=0.2), [StopWhenOver()]
         trainer = SentenceTransformerTrainer(

@@ -130,8 +130,8 @@ def holm(p: np.ndarray) -> np.ndarray:  # (m,) p-values -> (m,) adjusted ones
 
 # %% ../../nbs/measure/03_statistics.ipynb #rank-correlation
 def grouped_rank_correlation(
-    a: np.ndarray,  # (n,)
-    b: np.ndarray,  # (n,), or (m, n) for m correlations
+    a: np.ndarray,  # (n,), or (m, n) for m correlations
+    b: np.ndarray,  # (n,), or (m, n)
     groups: np.ndarray | None = None,  # (n,); None: one group
 ) -> Any:  # float, or (m,)
     "Spearman's correlation with ranks taken within each group; nan where a or b has one or is constant in all groups."
@@ -141,7 +141,7 @@ def grouped_rank_correlation(
     groups = np.zeros(len(a)) if groups is None else np.asarray(groups)
     r, s = np.empty(a.shape), np.empty(b.shape)  # ranks minus their mean
     for rows in (np.flatnonzero(groups == group) for group in np.unique(groups)):
-        r[rows] = rankdata(a[rows]) - (len(rows) + 1) / 2
+        r[..., rows] = rankdata(a[..., rows], axis=-1) - (len(rows) + 1) / 2
         s[..., rows] = rankdata(b[..., rows], axis=-1) - (len(rows) + 1) / 2
     with np.errstate(invalid="ignore"):
-        return (r * s).sum(-1) / np.sqrt((r * r).sum() * (s * s).sum(-1))
+        return (r * s).sum(-1) / np.sqrt((r * r).sum(-1) * (s * s).sum(-1))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ADAPTER_SIZES', 'MethodPreset', 'MAIN_METHODS', 'BASELINES', 'RECOMMENDED_METHODS', 'ABLATIONS', 'METHODS',
            'field_omitted_at_default', 'config_to_dict', 'TrainConfig', 'AdapterConfig', 'LossConfig', 'MethodConfig',
-           'parse_config', 'uses_gradient_training', 'check_method', 'build_method_config']
+           'parse_config', 'uses_gradient_training', 'build_method_config']
 
 # %% ../../nbs/method/06_config.ipynb #config-import-cell
 import difflib
@@ -207,17 +207,6 @@ def uses_gradient_training(method: str) -> bool:
     return METHODS[method.split()[0]].loss is not None
 
 # %% ../../nbs/method/06_config.ipynb #build-method-config
-def check_method(method: str) -> str:
-    "Return a name that `METHODS` has, or raise `InputError` with similar names."
-    if method in METHODS:
-        return method
-    names = [name for name in METHODS if name not in ABLATIONS]
-    similar = difflib.get_close_matches(str(method).lower(), names, n=3, cutoff=0.5) or names
-    raise InputError(
-        f"a method must be a key of ega.method.config.METHODS, such as {', '.join(similar)}; got {str(method)[:60]!r}"
-    )
-
-
 def build_method_config(
     method: str,  # a key of METHODS
     *,
@@ -225,6 +214,10 @@ def build_method_config(
     seed: int = 0,  # of the initial weights, the order of the rows and the triplets
 ) -> MethodConfig:
     "The configuration that a method name stands for."
-    m = METHODS[check_method(method)]
+    if method not in METHODS:
+        names = [name for name in METHODS if name not in ABLATIONS]
+        similar = ", ".join(difflib.get_close_matches(str(method).lower(), names, n=3, cutoff=0.5) or names)
+        raise InputError(f"a method must be a key of ega.method.config.METHODS, such as {similar}; got {method!r:.60}")
+    m = METHODS[method]
     train = TrainConfig(epochs, lr=m.lr, weight_decay=m.weight_decay, **m.batches) if m.loss else None
     return MethodConfig(m.adapter, m.loss, train, seed)

@@ -19,7 +19,7 @@ from ega.experiments.runs import RunConfig, build_config
 from ega.method.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("11_audit",)
+CELLS = json.loads((ROOT / "nbs/results/11_audit.ipynb").read_text())["cells"]
 
 
 def read_deviations():
@@ -33,13 +33,9 @@ def named_sections(entry):
 
 def read_sections():
     "Heading -> text of each section of the audit."
-    sections = {}
-    for page in PAGES:
-        cells = json.loads((ROOT / f"nbs/results/{page}.ipynb").read_text())["cells"]
-        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-        parts = re.split(r"^## (.+)$", text, flags=re.M)
-        sections |= dict(zip(parts[1::2], parts[2::2]))
-    return sections
+    text = "\n".join("".join(c["source"]) for c in CELLS if c["cell_type"] == "markdown")
+    parts = re.split(r"^## (.+)$", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2]))
 
 
 def test_deviations_are_complete_and_listed_exactly_where_they_are_tested():
@@ -85,8 +81,7 @@ def test_runs_with_queries_in_training_differ_in_fit_rows_alone():
 
 def defined_by_the_chapter():
     "What the cells define that hold functions only, after its imports."
-    cells = json.loads((ROOT / "nbs/results/11_audit.ipynb").read_text())["cells"]
-    sources = {cell["id"]: "".join(cell["source"]) for cell in cells}
+    sources = {cell["id"]: "".join(cell["source"]) for cell in CELLS}
     names = {}
     for cell in (
         *("8e722f4f", "whole-counts", "seed-counts", "queries-needed", "design-effect", "chance-of-lead"),
@@ -118,8 +113,6 @@ def simulate(rng, splits, seeds, y, split_sd, class_sd, seed_sd, query_sd, rest_
 def test_mean_squares_of_one_class_equal_two_way_anova():
     "One class: the classical ANOVA of seeds by queries, from statsmodels."
     sm, formula = pytest.importorskip("statsmodels.api"), pytest.importorskip("statsmodels.formula.api")
-    import pandas as pd
-
     h = rng(0).normal(size=(3, 11)) + rng(1).normal(size=11) + rng(2).normal(size=(3, 1))
     table = pd.DataFrame([(j, q, h[j, q]) for j, q in product(range(3), range(11))], columns=["seed", "query", "h"])
     anova = sm.stats.anova_lm(formula.ols("h ~ C(seed) + C(query)", table).fit())

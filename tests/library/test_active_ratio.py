@@ -13,9 +13,7 @@ from ega.method.active_ratio import (
     random_dataset_triplets,
     sample_batch_triplets,
     sample_dataset_triplets,
-    triplet_active_ratio,
 )
-from ega.method.losses import triplet
 
 
 def gen(seed=0):
@@ -91,18 +89,3 @@ def test_wilson_interval_equals_scipy():
         ci = binomtest(active, n).proportion_ci(method="wilson")
         r = active_ratio(torch.tensor([1.0] * active + [-1.0] * (n - active)), z_score=1.959963984540054)
         assert np.allclose((r.low, r.high), ci, atol=1e-9)
-
-
-def test_active_ratio_grows_with_margin_and_only_active_triplets_have_gradient():
-    y = torch.arange(300) % 10
-    z = torch.nn.functional.normalize(torch.randn(300, 32, generator=gen()).double(), dim=1).requires_grad_()
-    t = random_dataset_triplets(index_rows_by_class(y), torch.arange(300), gen=gen())
-    rho = [triplet_active_ratio(z, t, margin).rho for margin in (0.01, 0.2, 1.0)]
-    assert rho[0] < rho[1] < rho[2]
-    (g,) = torch.autograd.grad(triplet(z[t.a], z[t.p], z[t.n], 0.01), z)
-    d = torch.nn.functional.pairwise_distance
-    active = d(z[t.a], z[t.p]) - d(z[t.a], z[t.n]) + 0.01 > 0
-    has_gradient = torch.zeros(300, dtype=torch.bool)
-    for part in t:
-        has_gradient[part[active]] = True
-    assert (g[~has_gradient] == 0).all() and (g[has_gradient].abs().sum(1) > 0).all()

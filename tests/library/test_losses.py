@@ -341,18 +341,13 @@ def test_invariances_of_other_losses():
 # degenerate batches; their table of values is in the notebook
 
 
-def tangent(loss, z, y, *args):
-    "Value, and norm of the gradient along the sphere."
-    value, (g,) = value_and_grad(lambda z: loss(z, y, *args), z)
-    return value.item(), (g - (g * z).sum(1, keepdim=True) * z).norm().item()
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_batch_of_one_row(dtype):
     z, y = batch(1, 4, dtype=dtype)
     for f in PAIRS:
-        value, gradient = tangent(f, z, y, 0.07)
-        assert abs(value - (18.420681 if f.__name__ == "nca_half_repulsion" else 0)) < 1e-5 and gradient < 1e-5
+        value, (g,) = value_and_grad(lambda z: f(z, y, 0.07), z)
+        assert abs(value - (18.420681 if f.__name__ == "nca_half_repulsion" else 0)) < 1e-5
+        assert (g - (g * z).sum(1, keepdim=True) * z).norm() < 1e-5  # along the sphere
     w = torch.eye(4, dtype=dtype)
     for f in PROXIES:
         assert all(v.isfinite().all() for v in value_and_grad(lambda z, w: f(z, y, w), z, w)[1])
@@ -490,7 +485,7 @@ if __name__ == "__main__":
     for n_jobs in (1, 2):
         for sign in (-1, 1):  # the second definition must reach workers that know the first
             register_loss("circle", lambda z, y, gamma=16.0, sign=sign: sign * circle(z, y, 0.25, gamma))
-            config = MethodConfig(AdapterConfig("linear"), LossConfig("circle"), TrainConfig(8, lr=3e-3))
+            config = MethodConfig(AdapterConfig("linear"), LossConfig("circle"), TrainConfig(2, lr=3e-3))
             e = EmbeddingAdapter(("mine", config), cv=2, strengths=(1.0,), n_jobs=n_jobs, device="cpu").fit(x, y)
             tables.append(e.selection_.table[["seen", "unseen"]].to_numpy())
     assert np.array_equal(tables[0], tables[2]) and np.array_equal(tables[1], tables[3])
@@ -585,11 +580,3 @@ def test_what_cannot_be_registered_is_refused(registry, name, loss):
     with pytest.raises(InputError):
         register_loss(name, loss)
     assert registry == before
-
-
-@pytest.mark.parametrize(
-    "kind, options", [("circle", {"gama": 16}), ("supcon", {"scale": 2}), ("supcon", {"tau": 0.1})]
-)
-def test_options_are_checked_when_a_configuration_is_made(registry, kind, options):
-    with pytest.raises(InputError):
-        LossConfig(kind, options=options)

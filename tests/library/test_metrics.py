@@ -105,12 +105,6 @@ def test_ar_equals_faiss_contrib_without_ties():
         assert nprobe < 20 or (ar_at_k(found, exact, 10) == 1).all()
 
 
-def test_ar_compares_distances_not_row_numbers():
-    exact = Neighbours(np.array([[0.2, 0.2]]), np.array([[0, 1]]))
-    other = Neighbours(np.array([[0.2, 0.3]]), np.array([[7, 8]]))
-    assert ar_at_k(other, exact, 1)[0] == 1 and ar_at_k(other, exact, 2)[0] == 0.5
-
-
 def test_ar_with_padding_and_with_a_gallery_smaller_than_k():
     exact = knn(circle_points(0), circle_points(10, 20), 2, device="cpu")
     padding = ((0, 0), (0, 2))

@@ -14,7 +14,6 @@ from ega.method.theory import (
     TrajectoryRecorder,
     adapter_parameters,
     drift_bounds,
-    effective_rank,
     gradient_subspace,
     jacobian,
     jacobian_energy_in_subspace,
@@ -229,7 +228,7 @@ def test_norms_are_measured_at_the_given_steps():
     def norms(every):
         adapter = ReleasedEGA(12, hidden=8, gen=torch_generator(spawn_rngs(0).init)).double()
         recorder = TrajectoryRecorder(
-            pairwise_objective(supcon), x[60:64], gen=torch.Generator().manual_seed(0), every=every, tol=1e-9
+            pairwise_objective(supcon), x[60:64], gen=torch.Generator().manual_seed(0), every=every, tol=1e-7
         )
         return recorder.trajectory(sgd(adapter, recorder, x[:60], y[:60], rngs=spawn_rngs(0), lr=0.1, steps=8))
 
@@ -237,10 +236,6 @@ def test_norms_are_measured_at_the_given_steps():
     kept = full[[0, 0, 0, 3, 3, 3, 3, 7]]  # the first step is always measured
     assert np.allclose(sampled, kept, rtol=0.01) and not np.allclose(sampled, full, rtol=0.01)
     assert np.array_equal(norms(4).jacobian_norm, norms({4}).jacobian_norm)
-
-
-def test_effective_rank():
-    assert np.isclose(effective_rank([2, 2, 0]), 2) and effective_rank([3]) == 1 and 1 < effective_rank([1, 0.1]) < 2
 
 
 @pytest.mark.parametrize("eps", [0.05, 0.5, 1.7])
