@@ -198,6 +198,9 @@ def _fit(args):
             measure = ("nDCG@10", "known documents", "new documents")
         print(f"\n{_format_candidates(selection, *measure)}\n")
     strength = "" if selection.frozen else f" at strength {selection.strength:g}"
+    if selection.row_format:
+        n, precision = selection.row_format
+        strength += f", stored as {n} x {precision} ({selection.row_format.n_bytes} bytes)"
     print(_wrap(f"{selection.method}{strength}: {selection.reason}"))
     print(args.out)
 
@@ -224,7 +227,8 @@ def _fit_labels(args):
         print(text, flush=True)
     from ega.estimator import EmbeddingAdapter
 
-    return _new_estimator(args, EmbeddingAdapter, args.method or "auto").fit(x, y, unlabelled=args.unlabelled)
+    estimator = _new_estimator(args, EmbeddingAdapter, args.method or "auto").set_params(max_bytes=args.max_bytes)
+    return estimator.fit(x, y, unlabelled=args.unlabelled)
 
 
 def _fit_pairs(args):
@@ -251,6 +255,8 @@ def _format_candidates(selection, measure, seen_name, unseen_name):
         unseen_name: list(map(_interval, table.unseen, table.unseen_low, table.unseen_high)),
         "check": table.safety_check,
     }
+    if table.n_bytes.nunique() > 1:
+        columns["bytes"] = table.n_bytes
     lines = [pd.DataFrame(columns).to_string(index=False), ""]
     for row in table[table.safety_check == "fail"].itertuples():
         lines.append(_wrap(f"{row.method} at {row.strength:g} fails: {row.reason}", subsequent_indent="  "))
@@ -518,6 +524,8 @@ def _describe_adapter(path):
         "reason": selection.reason,
         "max_unseen_loss": adapter.max_unseen_loss,
         "dim": adapter.n_features_in_,
+        "stored": " x ".join(map(str, adapter.row_format_)),
+        "bytes": adapter.row_format_.n_bytes,
         **fitted_on,
         "fingerprint": adapter.fingerprint_,
     }
@@ -710,6 +718,7 @@ _FIT = [
     _arg("--side", choices=("auto", "query", "document", "both", "two"), help="with --pairs: what is adapted"),
     _arg("-o", "--out", required=True, help="folder of the adapter; it must not exist"),
     _arg("--method", metavar="NAME", help="such as wccn, lda or affine_nca (default: auto, which selects)"),
+    _arg("--max-bytes", type=_count, metavar="N", help="of a stored row, at which the adapter is selected"),
     _arg("--max-unseen-loss", type=_max_unseen_loss, metavar="POINTS", default=1.0, help=_LOSS_HELP),
     _SHARE,
     _arg("--confidence", type=float, metavar="C", help="one-sided, of each candidate by itself (default: 0.95)"),
@@ -844,7 +853,7 @@ _NEEDS = {  # an argument, and the one without which it would be ignored
     **dict.fromkeys(("splits", "per_class"), "dataset"),
 }
 _EXCLUDES = {  # an argument, and those that it makes meaningless
-    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset"),
+    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset", "max_bytes"),
     "encoder": ("column",),
 }
 
