@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import joblib
 from harness import (
     Group,
     Job,
@@ -27,7 +28,6 @@ from harness import (
 
 from ega.data.arrays import InputError, import_optional
 from ega.data.files import atomic_write
-from ega.data.runtime import usable_cores
 from ega.testing import peak_memory_mb
 
 
@@ -1455,7 +1455,7 @@ def describe_machine():
     return {
         "machine": platform_tag(),
         "cpu": _cpu_model(),
-        "cores": usable_cores(),
+        "cores": joblib.cpu_count(),
         "memory_gb": _memory_gb(),
         "versions": json.dumps(versions),
         "ega": ega.__version__,

@@ -11,20 +11,62 @@ A peer with settings chooses among six, or among 25 lengths, on a fifth of the t
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from scipy.sparse import csr_array
 from torch.nn import functional as F
 
 from ega.data.arrays import check_X, normalize
-from ega.data.relevance import RelevanceSet, RelevanceSplit, queries_with_relevant, split_by_document, split_by_query
+from ega.data.relevance import RelevanceSet, queries_with_relevant
 from ega.data.runtime import limit_threads
 from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 from ega.method.adapters import transform
 from ega.pairs import PAIR_CANDIDATES, PairConfig, fit_pair_path, select_pair_adapter
 from ega.selection import pick_candidate
+
+
+class RelevanceSplit(NamedTuple):
+    "Pairs to train on and queries to test on; no query is in both."
+
+    train_pairs: np.ndarray  # (m, 3) int64: query row, document row, grade
+    test_queries: np.ndarray  # (t,) ascending query rows
+    new: np.ndarray  # (t,) bool: no relevant document of this query is in a training pair
+
+
+def _as_split(pairs, train, test_queries):
+    "The split of the pairs that are marked for training and the test queries."
+    train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
+    relevant = pairs[pairs[:, 2] > 0]
+    for_known = relevant[np.isin(relevant[:, 1], train_pairs[:, 1]), 0]
+    return RelevanceSplit(train_pairs, test_queries, ~np.isin(test_queries, for_known))
+
+
+def split_by_query(relevance, is_test):
+    "Test on the queries that are marked (n_queries,)."
+    rows = queries_with_relevant(relevance.pairs)
+    return _as_split(relevance.pairs, ~is_test[relevance.pairs[:, 0]], rows[is_test[rows]])
+
+
+def split_by_document(relevance, rng, *, test_fraction):
+    """Hold documents out: no query and no document is on both sides.
+
+    Queries are drawn one after another and the documents relevant to them are held out, until the queries whose
+    relevant documents are all held out, which are tested, are at least `test_fraction` of all."""
+    pairs, shape = relevance.pairs, (len(relevance.queries), len(relevance.documents))
+    relevant = pairs[pairs[:, 2] > 0]
+    links = csr_array((np.ones(len(relevant)), (relevant[:, 0], relevant[:, 1])), shape)
+    has_relevant = np.diff(links.indptr) > 0
+    held, is_test = np.zeros(shape[1], bool), np.zeros(shape[0], bool)
+    for query in rng.permutation(np.flatnonzero(has_relevant)):
+        if is_test.sum() >= test_fraction * has_relevant.sum():
+            break
+        held[links.indices[links.indptr[query] : links.indptr[query + 1]]] = True
+        is_test = has_relevant & (links @ ~held == 0)
+    return _as_split(pairs, ~is_test[pairs[:, 0]] & ~held[pairs[:, 1]], np.flatnonzero(is_test))
 
 
 def make_split(relevance, kind, seed, n_queries=0):

@@ -157,7 +157,6 @@ TASKS = {
     "Queries and documents": (
         *(f"data.relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
         *(f"pairs.{name}" for name in ("PairAdapter", "evaluate_pairs")),
-        *(f"data.relevance.{name}" for name in ("split_by_query", "split_by_document")),
         "measure.ranking.evaluate_ranking",
     ),
     "Other libraries": (

@@ -84,7 +84,7 @@ def _to_array(X, name, dim=None):
     return a
 
 
-def _scale_rows(a, single, name, first_row=0):
+def _check_and_scale(a, single, name, first_row=0):
     "Unit rows of `single`, the float32 copy of `a`; `InputError` for NaN, inf, rows of zeros and values out of range."
     largest = np.maximum(single.max(1, keepdims=True), -single.min(1, keepdims=True))  # NaN and inf stay
     smallest = np.finfo(np.float32).tiny if a.dtype.itemsize > 4 else np.finfo(np.float32).smallest_subnormal
@@ -128,7 +128,7 @@ def normalize(x: "ArrayLike", name: str = "x") -> np.ndarray:
     """
     a = _to_array(x, name)
     with np.errstate(over="ignore"):  # float64 beyond the range of float32 becomes inf
-        return _scale_rows(a, np.asarray(a, np.float32), name)
+        return _check_and_scale(a, np.asarray(a, np.float32), name)
 
 
 def check_X(
@@ -145,7 +145,7 @@ def check_X(
         is_unit = np.abs(np.sqrt(np.einsum("ij,ij->i", single, single)) - 1) <= 1e-5
     if is_unit.all():
         return single
-    unit = _scale_rows(a, single, name, first_row)
+    unit = _check_and_scale(a, single, name, first_row)
     unit[is_unit] = single[is_unit]
     return unit
 
@@ -316,14 +316,13 @@ def parse_label_fields(
     return column.to_numpy()
 
 # %% ../../nbs/data/01_arrays.ipynb #match-classes
+_INTEGER = re.compile("-?[0-9]+")
+
+
 def _as_written(text):
     "What all spellings of a label share: 7 of 7, 007 and 7.0, else the text in lower case without blanks around it."
     match = re.fullmatch(r"(-?)0*([0-9]+)(?:\.0*)?", text)
     return match[1] + match[2] if match else text.strip().casefold()
-
-
-def _is_number(text):
-    return re.fullmatch("-?[0-9]+", text) is not None
 
 
 def match_classes(classes: np.ndarray, fitted: np.ndarray) -> np.ndarray:
@@ -345,7 +344,7 @@ def match_classes(classes: np.ndarray, fitted: np.ndarray) -> np.ndarray:
         raise InputError(
             f"label {unknown[same[0]]!r} is class {spellings[same[0]]!r} of fit in another spelling; write it alike"
         )
-    if not any(map(_is_number, spellings)) and all(map(_is_number, unknown)):
+    if not any(map(_INTEGER.fullmatch, spellings)) and all(map(_INTEGER.fullmatch, unknown)):
         raise InputError(
             f"labels must be names of classes such as {fitted[:3]}, as in fit, got numbers {[*unknown][:3]}"
         )

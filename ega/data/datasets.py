@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['IMAGE_SUFFIXES', 'DATASETS', 'Source', 'read_image_folder', 'read_image_archive', 'read_csv_source', 'read_clinc',
-           'open_input_source', 'patch_torchvision', 'DatasetSpec', 'open_dataset', 'released_class_split']
+           'open_input_source', 'patch_torchvision', 'DatasetSpec', 'open_dataset']
 
 # %% ../../nbs/data/05_datasets.ipynb #22db6f0c
 import importlib.resources
-import importlib.util
 import json
 import re
 import shutil
@@ -28,7 +27,6 @@ import pandas as pd
 
 from .arrays import InputError, check_y, import_optional, parse_label_fields, rows_by_class
 from .files import READ_ERRORS, read_csv_columns, read_json, read_npz, reading
-from .packs import ClassSplit
 
 # %% ../../nbs/data/05_datasets.ipynb #source
 @dataclass(frozen=True, eq=False)
@@ -158,10 +156,10 @@ def open_input_source(path: str | Path) -> Source:
 # %% ../../nbs/data/05_datasets.ipynb #patch-torchvision
 def patch_torchvision() -> None:
     "Make torchvision importable when its compiled operators are missing."
-    if importlib.util.find_spec("torchvision") is None:
-        return
     try:
         import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        pass
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
@@ -369,11 +367,3 @@ def open_dataset(
     items, ids, y, split = (table[name].tolist() for name in ("item", "id", "label", "split"))
     meta = {"source": facts["source"], "licence": facts["licence"], "notes": notes}
     return Source(set_name, items, ids, y, split, tuple(classes), meta)
-
-# %% ../../nbs/data/05_datasets.ipynb #released-class-split
-def released_class_split(y: np.ndarray, *, seed: int = 42) -> ClassSplit:
-    "Split the classes of labels into seen and unseen as the released code does; label -1 is ignored."
-    classes = np.unique(y[y >= 0])
-    np.random.RandomState(seed).shuffle(classes)
-    n_seen = int(0.8 * len(classes))
-    return ClassSplit(np.sort(classes[:n_seen]), np.sort(classes[n_seen:]))

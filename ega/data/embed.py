@@ -44,8 +44,8 @@ def _prepare_in_threads(prepare, batches, threads):
     try:
         for batch in [*batches, [], []]:
             with defer_sigint():  # an interruption here could leave a lock of the pool taken
-                waiting.append([pool.submit(prepare, row) for row in batch])
-                done = [future.result() for future in waiting.popleft()] if len(waiting) > 2 else []
+                waiting.append(pool.map(prepare, batch))
+                done = list(waiting.popleft()) if len(waiting) > 2 else []
             if done:
                 yield done
     finally:
@@ -61,15 +61,8 @@ def _prepare_in_processes(prepare, batches, processes):
     yield from DataLoader(rows, batch_sampler=batches, collate_fn=lambda of: [prepare(row) for row in of], **options)
 
 # %% ../../nbs/data/07_embed.ipynb #encode-batches
-class _Shard(NamedTuple):
-    "Vectors of a part of the inputs and what was left out."
-
-    x: np.ndarray  # (m, d) float32 unit rows
-    reasons: np.ndarray  # (n,) str: "" for the m inputs that have a vector, else why it was left out
-
-
 def _encode_shard(encoder, batches, advance):
-    "Encode batches of prepared inputs; `advance` is called with the number of inputs done."
+    'Encode batches of n inputs into m <= n unit rows, and n reasons why an input has none; "" where it has one.'
     x, reasons = [np.empty((0, 0), np.float32)], []
     for batch in batches:
         inputs = [item for item, reason in batch if not reason]
@@ -84,17 +77,16 @@ def _encode_shard(encoder, batches, advance):
             x.append(vectors[usable] / norms[usable, None])
         reasons += why.tolist()
         advance(len(batch))
-    return _Shard(np.concatenate([part for part in x if len(part)] or x[:1]), np.array(reasons, dtype=str))
+    x = np.concatenate([part for part in x if len(part)] or x[:1])
+    return {"x": x, "reasons": np.array(reasons, dtype=str)}
 
 # %% ../../nbs/data/07_embed.ipynb #save-shard
-def _load_shard(path, n):
-    "Read a finished shard of n inputs; None when there is none, or a damaged one."
+def _load_shard(path):
+    "Read a finished shard; None when there is none, or a damaged one."
     try:
-        shard = _Shard(**read_npz(path, _Shard._fields))
+        return read_npz(path, ("x", "reasons"))
     except InputError:
         return None
-    fits = shard.x.ndim == 2 and shard.reasons.shape == (n,) and len(shard.x) == np.sum(shard.reasons == "")
-    return shard if fits else None
 
 # %% ../../nbs/data/07_embed.ipynb #shard-folder
 def _open_shard_folder(out, plan, overwrite):
@@ -131,7 +123,7 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
 
     rows = _divide(range(len(source)), shard_rows)
     paths = [folder / f"{part.start:09d}.npz" for part in rows]
-    shards = [_load_shard(path, len(part)) for path, part in zip(paths, rows)]
+    shards = [_load_shard(path) for path in paths]
     batches = [_divide(part, batch_size) if shard is None else [] for part, shard in zip(rows, shards)]
     missing = [batch for of_shard in batches for batch in of_shard]
     prepare = partial(_prepare_input, source, encoder)
@@ -148,13 +140,13 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
             if shard is None:
                 shard = _encode_shard(encoder, islice(prepared, len(of_shard)), bar.update)
                 with atomic_write(path) as temporary, open(temporary, "wb") as f:
-                    np.savez(f, **shard._asdict())
+                    np.savez(f, **shard)
             yield shard
 
 # %% ../../nbs/data/07_embed.ipynb #to-embedding-set
 def _to_embedding_set(source, encoder, shards):
     "The `EmbeddingSet` of all shards; its notes list what was left out."
-    kept = np.concatenate([shard.reasons for shard in shards]) == ""
+    kept = np.concatenate([shard["reasons"] for shard in shards]) == ""
     ids, split = np.array(source.ids), np.array(source.split)
     notes = [source.meta.get("notes", ""), f"weights sha256 {encoder.weights[:16]}"]
     precision = getattr(encoder, "precision", "float32")
@@ -168,7 +160,7 @@ def _to_embedding_set(source, encoder, shards):
         "preprocessing": encoder.preprocessing,
         "notes": "; ".join(filter(None, notes)),
     }
-    x = np.concatenate([shard.x for shard in shards if len(shard.x)])
+    x = np.concatenate([shard["x"] for shard in shards if len(shard["x"])])
     return EmbeddingSet(x, source.y[kept], ids[kept], split[kept], source.classes, meta)
 
 # %% ../../nbs/data/07_embed.ipynb #embed-result
@@ -215,11 +207,11 @@ def embed(
     }
     path = Path(out) if str(out).endswith(".parquet") else path_of_pack(source.name, encoder.name, out)
     folder = _open_shard_folder(path, plan, overwrite)
-    shards: list[_Shard] = []
+    shards: list[dict] = []
     skipped: dict[str, str] = {}
     for shard in _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, processes, progress):
         first = len(shards) * shard_rows
-        skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard.reasons) if reason}
+        skipped |= {source.ids[first + i]: str(reason) for i, reason in enumerate(shard["reasons"]) if reason}
         shards.append(shard)
         if skipped and (on_error != "skip" or len(skipped) == len(source)):
             name, reason = next(iter(skipped.items()))

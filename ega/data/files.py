@@ -167,15 +167,9 @@ def reading(
         raise InputError(f"{path}: expected {expected}, but {problem}; {hint}") from error
 
 # %% ../../nbs/data/02_files.ipynb #read-json
-def read_json(
-    path: Path | str,
-    expected: str,  # what the file should hold, for error messages
-    *,
-    root_type: type = dict,
-    hint: str = "copy or save it again",  # what error messages tell the user to do
-) -> Any:
+def read_json(path: Path | str, expected: str, *, root_type: type = dict) -> Any:
     "Read a JSON file whose outermost value has a given type, or raise `InputError`."
-    with reading(path, expected, hint=hint):
+    with reading(path, expected):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(value, root_type):
             raise TypeError(f"{type(value).__name__} instead of {root_type.__name__}")

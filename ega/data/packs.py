@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACK_DTYPES', 'EmbeddingSet', 'quantize', 'dequantize', 'path_of_pack', 'pack_metadata', 'hash_all_but_matrix',
-           'write_pack', 'open_parquet', 'read_parquet', 'read_pack', 'ClassSplit', 'split_classes', 'row_split',
-           'Split']
+           'write_pack', 'open_parquet', 'read_parquet', 'read_pack', 'ClassSplit', 'split_classes', 'row_split']
 
 # %% ../../nbs/data/03_packs.ipynb #exported-imports
 import hashlib
@@ -168,6 +167,14 @@ def pack_metadata(path: Path | str, schema: "pyarrow.Schema") -> dict[str, Any] 
     return meta
 
 # %% ../../nbs/data/03_packs.ipynb #hash-all-but-matrix
+def _pack_types(dtype, dim):
+    "The columns of a pack and their types."
+    import pyarrow as pa
+
+    code = pa.list_(pa.field("item", pa.type_for_alias(dtype), nullable=False), dim)
+    return {"id": pa.string(), "label": pa.int32(), "split": pa.string(), "scale": pa.float32(), "code": code}
+
+
 def hash_all_but_matrix(ids, y, split, meta):
     "SHA-256 of ids, labels, splits and metadata: the value of the metadata key sha256_rest."
     hashed_meta = {key: meta[key] for key in sorted(meta) if key != "sha256_rest"}
@@ -199,19 +206,14 @@ def _pack_table(es, dtype, code, scale):
         "sha256": hash_arrays(dequantize(code, scale)),
     }
     meta["sha256_rest"] = hash_all_but_matrix(es.ids.tolist(), es.y, es.split.tolist(), meta)
-    item = pa.field("item", pa.type_for_alias(dtype), nullable=False)
-    columns = {
-        "id": pa.array(es.ids.tolist(), pa.string()),
-        "label": pa.array(es.y.astype(np.int32)),
-        "split": pa.array(es.split.tolist(), pa.string()),
-        "scale": pa.array(scale),
-        "code": pa.FixedSizeListArray.from_arrays(pa.array(code.ravel()), type=pa.list_(item, es.dim)),
-    }
+    types = _pack_types(dtype, es.dim)
     schema = pa.schema(
-        [pa.field(name, column.type, nullable=False) for name, column in columns.items()],
+        [pa.field(name, kind, nullable=False) for name, kind in types.items()],
         metadata={"ega": json.dumps(meta, ensure_ascii=False, allow_nan=False)},
     )
-    return pa.Table.from_arrays(list(columns.values()), schema=schema)
+    rows_of_code = pa.FixedSizeListArray.from_arrays(pa.array(code.ravel()), type=types["code"])
+    columns = [es.ids.tolist(), es.y, es.split.tolist(), scale, rows_of_code]
+    return pa.Table.from_pydict(dict(zip(types, columns)), schema)
 
 
 def write_pack(embeddings: EmbeddingSet, path: Path | str, *, dtype: str = "int8", max_code: int = 127) -> Path:
@@ -302,12 +304,11 @@ def read_parquet(
 # %% ../../nbs/data/03_packs.ipynb #read-pack
 def _check_columns(path, table, meta):
     "Raise `InputError` if the columns of a table or their types are not those of a pack."
-    arrow_dtype = {"float16": "halffloat", "float32": "float"}.get(str(meta["dtype"]), str(meta["dtype"]))
-    code = f"fixed_size_list<item: {arrow_dtype} not null>[{meta['dim']}]"
-    expected = {"id": "string", "label": "int32", "split": "string", "scale": "float", "code": code}
-    found = {f.name: str(f.type).replace("element:", "item:") for f in table.schema}
-    if found != expected or not table.num_rows or any(table[name].null_count for name in expected):
-        wrong = {name: kind for name, kind in found.items() if expected.get(name) != kind}
+    with reading(path, "a pack"):
+        expected = _pack_types(meta["dtype"], meta["dim"])
+    found = dict(zip(table.column_names, table.schema.types))
+    if found != expected or not table.num_rows or any(column.null_count for column in table.columns):
+        wrong = {name: str(kind) for name, kind in found.items() if expected.get(name) != kind}
         raise InputError(
             f"{path}: expected the columns {list(expected)} without missing values, not so are {wrong or 'its rows'}; "
             "write the file with ega.write_pack"
@@ -398,39 +399,3 @@ def row_split(
         for part, rows in zip(parts, np.split(rng.permutation(group), ends)):
             part.append(rows)
     return tuple(np.sort(np.concatenate(part)).astype(np.int64) for part in parts)
-
-# %% ../../nbs/data/03_packs.ipynb #split
-@dataclass(frozen=True, eq=False)
-class Split:
-    "Row numbers (int64) of the rows to fit on, of the galleries and of the queries of one experiment."
-
-    fit: np.ndarray  # rows the adapter is fitted on
-    seen_gallery: np.ndarray  # rows that queries of seen classes are searched in
-    seen_queries: np.ndarray  # rows of seen classes that are not fitted on
-    unseen_gallery: np.ndarray  # rows of unseen classes, of the same set or another one
-    unseen_queries: np.ndarray  # equal to unseen_gallery for leave-one-out
-
-    def check(
-        self,
-        y: np.ndarray,  # (n,) labels of the set that is fitted on
-        y_unseen: np.ndarray | None = None,  # (m,) labels of the set of the unseen rows; None: the same set
-    ) -> "Split":  # the split itself
-        "Return the split, or raise `InputError` if a query or an unseen class was used for fitting."
-        self._check_disjoint("fit", "seen_queries")
-        self._check_disjoint("seen_gallery", "seen_queries", allow_equal=True)
-        self._check_disjoint("unseen_gallery", "unseen_queries", allow_equal=True)
-        if (y[self.fit] < 0).any():
-            raise InputError(f"fit holds {(y[self.fit] < 0).sum()} rows without a label; drop them")
-        if y_unseen is None:
-            unseen = np.r_[self.unseen_gallery, self.unseen_queries]
-            shared = np.intersect1d(y[self.fit], y[unseen])
-            if len(shared) or np.isin(self.fit, unseen).any():
-                raise InputError(f"fit and unseen share rows or classes, such as {shared[:3]}; expected none")
-        return self
-
-    def _check_disjoint(self, first, second, *, allow_equal=False):
-        "Raise `InputError` if two fields share rows; `allow_equal` accepts equal ones (leave-one-out)."
-        a, b = getattr(self, first), getattr(self, second)
-        shared = np.intersect1d(a, b)
-        if len(shared) and not (allow_equal and np.array_equal(np.sort(a), np.sort(b))):
-            raise InputError(f"{first} and {second} share {len(shared)} rows, first {shared[0]}; expected none")

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_pairs', 'queries_with_relevant', 'read_pairs', 'match_pairs', 'RelevanceSet', 'write_relevance_set',
-           'read_relevance_set', 'RelevanceTexts', 'read_beir', 'read_text_pairs', 'embed_relevance', 'RelevanceSplit',
-           'split_by_query', 'split_by_document']
+           'read_relevance_set', 'RelevanceTexts', 'read_beir', 'read_text_pairs', 'embed_relevance']
 
 # %% ../../nbs/data/08_relevance.ipynb #fa6245df
 import json
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.sparse import csr_array
 
 from .arrays import InputError
 from .datasets import Source
@@ -33,11 +31,8 @@ def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")
     limits = (n_queries, n_documents, 2**31)[: a.shape[1]]
-    wrong = a[((a < 0) | (a >= limits) | (a != np.floor(a))).any(axis=1)].tolist()
-    if wrong:
-        raise InputError(
-            f"pairs must be whole numbers from 0, below {limits}; got {wrong[0]}; are the columns swapped?"
-        )
+    if wrong := a[((a < 0) | (a >= limits) | (a != np.floor(a))).any(axis=1)].tolist():
+        raise InputError(f"pairs must be whole numbers below {limits}, got {wrong[0]}; are the columns swapped?")
     a = np.column_stack([a, np.ones(len(a))])[:, :3].astype(np.int64)
     distinct = pd.DataFrame(a).drop_duplicates()
     if twice := distinct[distinct.duplicated([0, 1])].to_numpy().tolist():
@@ -120,23 +115,21 @@ def read_pairs(path: str | Path) -> pd.DataFrame:
 # %% ../../nbs/data/08_relevance.ipynb #fea5b294
 def match_pairs(
     table: pd.DataFrame,  # from read_pairs
-    query_ids: Iterable[str],  # ids of the query rows
-    document_ids: Iterable[str],  # ids of the document rows
+    query_ids: Iterable[str],
+    document_ids: Iterable[str],
     *,
     on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
-) -> np.ndarray:  # (m, 3) int64: query row, document row, grade
+) -> np.ndarray:  # (m, 3) int64
     "Replace the ids of pairs by row numbers of the queries and documents."
     queries, documents = (pd.Index(list(map(str, ids)), dtype=object) for ids in (query_ids, document_ids))
-    rows = pd.DataFrame(
-        {"query": queries.get_indexer(table["query"]), "document": documents.get_indexer(table["document"])}
-    )
-    rows["grade"] = table["grade"].to_numpy()
-    is_found = (rows >= 0).all(axis=1)
+    rows = queries.get_indexer(table["query"]), documents.get_indexer(table["document"])
+    pairs = np.column_stack([*rows, table["grade"]])
+    is_found = (pairs >= 0).all(axis=1)
     if on_missing != "skip" and not is_found.all():
-        missing = table[~is_found.to_numpy()].iloc[0, :2].tolist()
+        missing = table[~is_found].iloc[0, :2].tolist()
         advice = "add their rows or drop these pairs; are the columns swapped, or the ids row numbers from 0?"
         raise InputError(f"{(~is_found).sum()} pairs name missing ids, such as (query, document) {missing}; {advice}")
-    return check_pairs(rows[is_found], len(queries), len(documents))
+    return check_pairs(pairs[is_found], len(queries), len(documents))
 
 # %% ../../nbs/data/08_relevance.ipynb #b73e4952
 @dataclass(frozen=True, eq=False)
@@ -160,13 +153,9 @@ class RelevanceSet:
 
 # %% ../../nbs/data/08_relevance.ipynb #7f386eec
 def write_relevance_set(
-    relevance: RelevanceSet,
-    folder: str | Path,  # made if it does not exist
-    *,
-    dtype: str = "int8",  # of the packs
-    overwrite: bool = False,  # replace the files of a set in this folder
-) -> Path:  # the folder
-    "Write the packs of queries and documents and the pairs to a folder."
+    relevance: RelevanceSet, folder: str | Path, *, dtype: str = "int8", overwrite: bool = False
+) -> Path:
+    "Write the packs of queries and documents and the pairs to a folder, and return it."
     folder = check_output(folder, overwrite=overwrite)
     (folder / "qrels.tsv").unlink(missing_ok=True)  # if this is killed, the old pairs are not read with new packs
     write_pack(relevance.queries, folder / "queries.parquet", dtype=dtype)
@@ -175,12 +164,18 @@ def write_relevance_set(
     return folder
 
 
+def _name_pairs(of):
+    "Pairs of a `RelevanceSet` or of `RelevanceTexts` by id: the inverse of `match_pairs`."
+    queries, documents, grades = of.pairs.T
+    ids = {"query": np.asarray(of.queries.ids)[queries], "document": np.asarray(of.documents.ids)[documents]}
+    return pd.DataFrame(ids | {"grade": grades})
+
+
 def _write_qrels(relevance, path):
     "Write pairs by id, with the columns of BEIR."
-    queries, documents, grades = relevance.pairs.T
-    ids = {"query-id": relevance.queries.ids[queries], "corpus-id": relevance.documents.ids[documents]}
+    header = ["query-id", "corpus-id", "score"]
     with atomic_write(path) as temporary:
-        pd.DataFrame(ids | {"score": grades}).to_csv(temporary, sep="\t", index=False, lineterminator="\n")
+        _name_pairs(relevance).to_csv(temporary, sep="\t", index=False, header=header, lineterminator="\n")
 
 
 def read_relevance_set(folder: str | Path) -> RelevanceSet:
@@ -247,8 +242,9 @@ def read_text_pairs(path: str | Path) -> RelevanceTexts:
     return RelevanceTexts(queries, documents, match_pairs(table, queries.items, documents.items))
 
 # %% ../../nbs/data/08_relevance.ipynb #6484d57b
-def _with_prefix(source, prefix):
-    "Put a prefix before every text of a source."
+def _with_prefix(source, encoder, attribute, prefix):
+    "Put a prefix before every text of a source; None stands for an attribute of the encoder, or no prefix."
+    prefix = getattr(encoder, attribute, "") if prefix is None else prefix
     if not prefix:
         return source
     notes = "; ".join(filter(None, [source.meta.get("notes"), f"prefix {prefix!r}"]))
@@ -268,81 +264,14 @@ def embed_relevance(
     "Embed queries and documents into a folder of packs; an interrupted call resumes."
     folder = Path(out)
     encoder = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
-    query_prefix = getattr(encoder, "query_prefix", "") if query_prefix is None else query_prefix
-    document_prefix = getattr(encoder, "document_prefix", "") if document_prefix is None else document_prefix
-    queries, documents = _with_prefix(texts.queries, query_prefix), _with_prefix(texts.documents, document_prefix)
+    queries = _with_prefix(texts.queries, encoder, "query_prefix", query_prefix)
+    documents = _with_prefix(texts.documents, encoder, "document_prefix", document_prefix)
     is_unfinished = (folder / "documents.parquet.shards").exists()  # the queries are embedded first
     embed(queries, encoder, folder / "queries.parquet", overwrite=overwrite or is_unfinished, **options)
     (folder / "qrels.tsv").unlink(missing_ok=True)  # as in write_relevance_set
     embed(documents, encoder, folder / "documents.parquet", overwrite=overwrite, **options)
     queries, documents = read_pack(folder / "queries.parquet"), read_pack(folder / "documents.parquet")
-    rows, columns, grades = texts.pairs.T
-    by_id = {"query": np.array(texts.queries.ids)[rows], "document": np.array(texts.documents.ids)[columns]}
-    pairs = match_pairs(pd.DataFrame(by_id | {"grade": grades}), queries.ids, documents.ids, on_missing="skip")
+    pairs = match_pairs(_name_pairs(texts), queries.ids, documents.ids, on_missing="skip")
     relevance = RelevanceSet(queries, documents, pairs)
     _write_qrels(relevance, folder / "qrels.tsv")
     return relevance
-
-# %% ../../nbs/data/08_relevance.ipynb #29ddf4e1
-class RelevanceSplit(NamedTuple):
-    "Pairs to train on and queries to test on; no query is in both."
-
-    train_pairs: np.ndarray  # (m, 3) int64: query row, document row, grade
-    test_queries: np.ndarray  # (t,) ascending query rows
-    new: np.ndarray  # (t,) bool: no relevant document of this query (or of its groups) is in a training pair
-
-
-def _number_groups(relevance, groups):
-    "Number the groups of the documents from 0; without groups every document is its own."
-    groups = np.arange(len(relevance.documents)) if groups is None else np.asarray(groups)
-    if groups.shape != (len(relevance.documents),) or pd.isna(groups).any() or (groups == -1).any():
-        raise InputError(f"expected a group for each of {len(relevance.documents)} documents; give new ones their own")
-    return np.unique(groups, return_inverse=True)[1]
-
-
-def _make_split(pairs, groups, train, test_queries):
-    "Make a split of the pairs that are marked for training and the test queries; neither may be empty."
-    train_pairs = pairs[train & np.isin(pairs[:, 0], queries_with_relevant(pairs[train]))]
-    if not len(train_pairs) or not len(test_queries):
-        found = f"{len(train_pairs)} training pairs and {len(test_queries)} test queries"
-        raise InputError(f"a split must leave both, got {found}; choose other test queries, or more and smaller groups")
-    relevant = pairs[pairs[:, 2] > 0]
-    is_known = np.isin(groups[relevant[:, 1]], groups[train_pairs[:, 1]])
-    return RelevanceSplit(train_pairs, test_queries, ~np.isin(test_queries, relevant[is_known, 0]))
-
-# %% ../../nbs/data/08_relevance.ipynb #c454e502
-def split_by_query(
-    relevance: RelevanceSet,
-    is_test: np.ndarray,  # (n_queries,) bool, such as `relevance.queries.split == "test"` or `rng.random(n) < 0.3`
-    *,
-    groups: np.ndarray | None = None,  # (n_documents,) group of each document, for `new`; None: each its own
-) -> RelevanceSplit:
-    "Split the pairs by query."
-    groups, pairs, test = _number_groups(relevance, groups), relevance.pairs, np.asarray(is_test)
-    if test.shape != (len(relevance.queries),) or test.dtype != bool:
-        raise InputError(f"is_test must be a bool for each of {len(relevance.queries)} queries, got shape {test.shape}")
-    rows = queries_with_relevant(pairs)
-    return _make_split(pairs, groups, ~test[pairs[:, 0]], rows[test[rows]])
-
-# %% ../../nbs/data/08_relevance.ipynb #04d9f000
-def split_by_document(
-    relevance: RelevanceSet,
-    rng: np.random.Generator,
-    *,
-    test_fraction: float = 0.2,  # share of the queries to test on, in (0, 1); a few more may be taken
-    groups: np.ndarray | None = None,  # (n_documents,) such as source, topic or cluster; None: each its own
-) -> RelevanceSplit:
-    "Split the pairs so that no query, no document and no group of documents is on both sides."
-    groups, pairs = _number_groups(relevance, groups), relevance.pairs
-    relevant = pairs[pairs[:, 2] > 0]
-    shape = len(relevance.queries), groups.max() + 1
-    links = csr_array((np.ones(len(relevant)), (relevant[:, 0], groups[relevant[:, 1]])), shape)
-    has_relevant = np.diff(links.indptr) > 0
-    held, is_test = np.zeros(shape[1], bool), np.zeros(shape[0], bool)
-    for query in rng.permutation(np.flatnonzero(has_relevant)):
-        if is_test.sum() >= test_fraction * has_relevant.sum():
-            break
-        held[links.indices[links.indptr[query] : links.indptr[query + 1]]] = True
-        is_test = has_relevant & (links @ ~held == 0)  # all groups of the query are held out
-    train = ~is_test[pairs[:, 0]] & ~held[groups[pairs[:, 1]]]
-    return _make_split(pairs, groups, train, np.flatnonzero(is_test))

@@ -18,7 +18,6 @@ import numpy as np
 from .arrays import InputError, check_X, parse_label_fields
 from ega.data.files import (
     check_decompressed_size,
-    check_is_file,
     open_npy,
     read_csv_columns,
     read_npy_comment,
@@ -46,17 +45,14 @@ def iter_tables(
     skip = first - (int(ends[group - 1]) if group else 0)
     batches = file.iter_batches(size, row_groups=range(group, file.num_row_groups), columns=columns, use_threads=False)
     pending = None  # rows that were read and not yet yielded
-    while True:
-        with reading(path, "a whole Parquet file", hint="copy or write it again"):
-            batch = next(batches, None)
-        if batch is None:
-            break
-        table = pa.Table.from_batches([batch]).slice(skip)
-        skip = max(0, skip - len(batch))
-        pending = table if pending is None else pa.concat_tables([pending, table])
-        while len(pending) >= size:
-            yield pending[:size]
-            pending = pending[size:]
+    with reading(path, "a whole Parquet file"):  # what the caller raises between two tables does not pass here
+        for batch in batches:
+            table = pa.Table.from_batches([batch]).slice(skip)
+            skip = max(0, skip - len(batch))
+            pending = table if pending is None else pa.concat_tables([pending, table])
+            while len(pending) >= size:
+                yield pending[:size]
+                pending = pending[size:]
     if pending is not None and len(pending):
         yield pending
 
@@ -92,7 +88,7 @@ class MatrixFile:
 
     def blocks(self, first: int = 0, size: int = 2**14) -> Iterator[np.ndarray]:  # (<= size, dim)
         "Yield the rows from number `first` on as they are stored, those of a pack decoded."
-        if self.column:
+        if self.stored is None:
             yield from self._parquet_blocks(first, size)
             return
         for start in range(first, self.n, size):
@@ -252,7 +248,6 @@ def read_labels(
 ) -> np.ndarray:  # (n,) numbers, texts or objects for `ega.data.arrays.check_y`
     "Read stored labels, or raise `InputError`; in a CSV file of one column, an empty line is an unlabelled row."
     path, expected = Path(path), "labels in .npy, .csv or .parquet"
-    check_is_file(path, expected)
     if path.suffix.lower() in _TABLE_ENDINGS:
         return _read_csv_labels(path, column, n, unlabelled, as_texts)
     if path.suffix == ".parquet":

@@ -215,7 +215,7 @@ class AdaptedIndex:
         "Read an index that `save` wrote; a given adapter is compared, and needed where the folder cannot hold it."
         folder, hint = Path(folder), "copy or save the folder again"
         with reading(folder / "about.json", "an index that AdaptedIndex.save wrote", hint=hint):
-            about = read_json(folder / "about.json", "the description of an index", hint=hint)
+            about = read_json(folder / "about.json", "the description of an index")
             if about["sha256"] != _hash_about(about):
                 raise ValueError("it was changed after it was written")
             for name in (about["index"], about["ids"]):

@@ -347,7 +347,7 @@ def _write_page(path, template, **content):
     return path
 
 
-def _page_path(path) -> Path:
+def _check_page(path) -> Path:
     "The path of a page, if it can be written and the packages for it are installed."
     path = check_output(path, endings=(".html", ".md"), overwrite=True)
     if path.suffix == ".html":
@@ -378,7 +378,7 @@ def write_comparison(
     decision: str = "",  # a sentence on the method and strength that were chosen
 ) -> Path:
     "Write a comparison as one file, atomically."
-    path, n, gallery = _page_path(path), len(c.labels), c.evaluation.gallery[0]
+    path, n, gallery = _check_page(path), len(c.labels), c.evaluation.gallery[0]
     if source is not None and len(source) != n:
         raise InputError(f"source must have the {n} rows that were compared, got {len(source)}; give what was embedded")
     names = [str(name) for name in (range(c.labels.max() + 1) if class_names is None else class_names)]
@@ -423,7 +423,7 @@ def write_report(
     random_state: int = 0,  # seed of the bootstrap and of all draws
 ) -> Comparison:  # the tables of the page; `evaluation` is that of `ega.evaluate` with the same arguments
     "Compare embeddings before and after a fitted estimator and write the page."
-    _page_path(path)
+    _check_page(path)
     x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     z = transform(estimator.adapter_, x, device=estimator.device)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
@@ -476,7 +476,7 @@ def write_pair_report(
     random_state: int = 0,  # seed of the bootstrap
 ) -> tuple[pd.DataFrame, pd.DataFrame]:  # from `evaluate_pairs` and `find_pair_examples`
     "Write the page of an adapter of pairs: the table of `evaluate_pairs`, and the queries that lose and gain most."
-    path, names = _page_path(path), []
+    path, names = _check_page(path), []
     for name, x, given in (("query", queries, query_names), ("document", documents, document_names)):
         names.append([f"row {row}" for row in range(len(x))] if given is None else given)
         if len(names[-1]) != len(x):

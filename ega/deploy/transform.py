@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import joblib
 import numpy as np
 import torch
 
 from ..data.arrays import InputError, import_optional
 from ..data.files import file_lock, open_npy, read_npy_comment, reading
 from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize, read_parquet
-from ..data.runtime import defer_sigint, limit_threads, pick_device, usable_cores
+from ..data.runtime import defer_sigint, limit_threads, pick_device
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint, transform
 from ..method.interface import as_module
@@ -169,7 +170,7 @@ def _truncate_part(f, header, n_bytes):
 def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
     "Compute the rows that are missing behind the first `done` and append them to the part file, a .npy file."
     dtype, d, batch_size = np.dtype(options.dtype), adapter.d, options.batch_size
-    threads = 1 if pick_device(options.device).type == "cuda" else options.threads or usable_cores()
+    threads = 1 if pick_device(options.device).type == "cuda" else options.threads or joblib.cpu_count()
     batches_per_block = max(threads, BLOCK_BYTES // (4 * d * batch_size))  # whole batches, counted from row 0
     earlier_note = read_npy_comment(matrix.path) if matrix.path.suffix == ".npy" else ""
     note = "; ".join(filter(None, [earlier_note, _adapter_note(adapter, provenance)]))

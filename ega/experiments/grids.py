@@ -16,6 +16,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import joblib
 import numpy as np
 import pandas as pd
 
@@ -23,7 +24,7 @@ import ega
 from ..data.arrays import InputError
 from ..data.files import atomic_write, file_lock, short_error
 from ..data.packs import open_parquet, read_parquet
-from ..data.runtime import defer_sigint, usable_cores
+from ..data.runtime import defer_sigint
 from .protocols import MAIN_BENCHMARKS
 from .runs import PATH_EPOCHS, build_config, run_experiment, use_one_thread
 from ..method.config import ABLATIONS, BASELINES, MAIN_METHODS, uses_gradient_training
@@ -262,7 +263,7 @@ def run_grid(
     done = store.ids()
     todo = [c for c in configs if c.run_id not in done]
     if todo:
-        _run_in_pool(todo, store, packs, workers or min(usable_cores(), 8), progress, path_epochs)
+        _run_in_pool(todo, store, packs, workers or min(joblib.cpu_count(), 8), progress, path_epochs)
     return len(todo)
 
 

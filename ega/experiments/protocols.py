@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'MAIN_BENCHMARKS', 'PAPER_PACKS', 'PROTOCOLS', 'Benchmark', 'PaperPack', 'get_benchmark', 'Protocol',
-           'split_rows', 'load_embedding_sets', 'build_split', 'evaluate_neighbours', 'PublishedExperiment',
-           'published_experiments', 'get_protocol', 'published_split_counts', 'split_counts']
+           'split_rows', 'released_class_split', 'load_embedding_sets', 'Split', 'build_split', 'evaluate_neighbours',
+           'PublishedExperiment', 'published_experiments', 'get_protocol', 'published_split_counts', 'split_counts']
 
 # %% ../../nbs/experiments/01_protocols.ipynb #89c526bd
 import tomllib
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 import ega
-from ..data.datasets import released_class_split
-from ..data.packs import Split, path_of_pack, read_pack, row_split, split_classes
+from ..data.arrays import InputError
+from ..data.packs import ClassSplit, path_of_pack, read_pack, row_split, split_classes
 from ..data.runtime import spawn_rngs
 from ..measure.metrics import ar_at_k, lp_at_k
 from ..measure.search import SearchConfig
@@ -114,6 +114,14 @@ def split_rows(y, fractions, rule, rng, seed):
     order = np.random.RandomState(seed).permutation(len(y)) if rule == "permutation" else np.arange(len(y))
     return np.split(order, [int(share * len(y)) for share in np.cumsum(fractions)[:-1]])
 
+# %% ../../nbs/experiments/01_protocols.ipynb #released-class-split
+def released_class_split(y: np.ndarray, *, seed: int = 42) -> ClassSplit:
+    "Split the classes of labels into seen and unseen as the released code does; label -1 is ignored."
+    classes = np.unique(y[y >= 0])
+    np.random.RandomState(seed).shuffle(classes)
+    n_seen = int(0.8 * len(classes))
+    return ClassSplit(np.sort(classes[:n_seen]), np.sort(classes[n_seen:]))
+
 # %% ../../nbs/experiments/01_protocols.ipynb #rows-of
 def load_embedding_sets(config, packs):
     "Read the packs of a RunConfig from a folder, without unlabelled rows: to train on, of the unseen rows."
@@ -126,6 +134,37 @@ def load_embedding_sets(config, packs):
 def _read_labelled(path):
     es = read_pack(path)
     return es.take(es.y >= 0)
+
+# %% ../../nbs/experiments/01_protocols.ipynb #split
+@dataclass(frozen=True, eq=False)
+class Split:
+    "Row numbers (int64) of the rows to fit on, of the galleries and of the queries of one experiment."
+
+    fit: np.ndarray  # rows the adapter is fitted on
+    seen_gallery: np.ndarray  # rows that queries of seen classes are searched in
+    seen_queries: np.ndarray  # rows of seen classes that are not fitted on
+    unseen_gallery: np.ndarray  # rows of unseen classes, of the same set or another one
+    unseen_queries: np.ndarray  # equal to unseen_gallery for leave-one-out
+
+    def check(
+        self,
+        y: np.ndarray,  # (n,) labels of the set that is fitted on
+        y_unseen: np.ndarray | None = None,  # (m,) labels of the set of the unseen rows; None: the same set
+    ) -> "Split":  # the split itself
+        "Return the split, or raise `InputError` if a query or an unseen class was used for fitting."
+        searched = [(self.seen_gallery, self.seen_queries), (self.unseen_gallery, self.unseen_queries)]
+        searched = [(gallery, queries) for gallery, queries in searched if set(gallery) != set(queries)]
+        for rows, queries in [(self.fit, self.seen_queries), *searched]:
+            if (shared := np.intersect1d(rows, queries)).size:
+                raise InputError(
+                    f"{len(shared)} queries are fitted on or searched, first row {shared[0]}; expected none"
+                )
+        if (y[self.fit] < 0).any():
+            raise InputError(f"fit holds {(y[self.fit] < 0).sum()} rows without a label; drop them")
+        unseen = np.r_[self.unseen_gallery, self.unseen_queries]
+        if y_unseen is None and np.isin(y[self.fit], y[unseen]).any():
+            raise InputError("fit and unseen rows share classes; expected none")
+        return self
 
 # %% ../../nbs/experiments/01_protocols.ipynb #split-of
 def build_split(config, es, unseen):

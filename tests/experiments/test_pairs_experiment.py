@@ -18,12 +18,15 @@ from pairs import (
     measure_split,
     ndcg_at_10,
     nudge,
+    split_by_document,
+    split_by_query,
     train_in_batch,
 )
+from relevance_sets import SETS, random_set, stored
 
 from ega import EmbeddingSet, PairAdapter
 from ega.data.arrays import normalize
-from ega.data.relevance import RelevanceSet, read_relevance_set
+from ega.data.relevance import RelevanceSet, queries_with_relevant, read_relevance_set
 from ega.measure.ranking import ranking_metrics
 
 
@@ -178,3 +181,37 @@ def test_a_stored_split_comes_out_again():
     for new, old in zip(rows.ndcg, stored.ndcg):
         assert abs(new.astype(float) - old.astype(float)).mean() < 100  # processors round differently
     assert np.allclose(rows.unseen.dropna(), stored.unseen.dropna(), atol=0.5)
+
+
+def check_split(relevance, split):
+    "No query on both sides; `new` by loops."
+    assert not set(split.train_pairs[:, 0]) & set(split.test_queries)
+    assert set(split.train_pairs[:, 0]) <= set(queries_with_relevant(split.train_pairs))
+    known = set(split.train_pairs[:, 1])
+    for query, new in zip(split.test_queries, split.new, strict=True):
+        relevant = [d for q, d, grade in relevance.pairs if q == query and grade > 0]
+        assert relevant and new == (not known & set(relevant))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_splits_of_random_sets(seed):
+    relevance, rng = random_set(seed, 30, 100, 90), np.random.default_rng(seed)
+    is_test = rng.random(30) < 0.4
+    by_query = split_by_query(relevance, is_test)
+    check_split(relevance, by_query)
+    assert by_query.test_queries.tolist() == [q for q in queries_with_relevant(relevance.pairs) if is_test[q]]
+    by_document = split_by_document(relevance, rng, test_fraction=0.3)
+    check_split(relevance, by_document)
+    assert by_document.new.all()
+    assert len(by_document.test_queries) >= 0.3 * len(queries_with_relevant(relevance.pairs))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_splits_of_the_public_sets(name):
+    relevance = stored(name)[0]
+    split = split_by_document(relevance, np.random.default_rng(0), test_fraction=0.2)
+    again = split_by_document(relevance, np.random.default_rng(0), test_fraction=0.2)
+    check_split(relevance, split)
+    assert split.new.all() and all(np.array_equal(a, b) for a, b in zip(split, again))
+    share = len(split.test_queries) / len(queries_with_relevant(relevance.pairs))
+    assert 0.2 <= share <= 0.35 and len(split.train_pairs) > 0.25 * len(relevance.pairs)

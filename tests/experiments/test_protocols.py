@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from ega import cli
-from ega.data.arrays import normalize
-from ega.data.datasets import DATASETS, released_class_split
+from ega.data.arrays import InputError, normalize
+from ega.data.datasets import DATASETS
 from ega.data.encoders import encoder_spec
 from ega.data.packs import EmbeddingSet, path_of_pack, write_pack
 from ega.experiments import cli as paper_cli
@@ -22,6 +22,7 @@ from ega.experiments.grids import ResultStore
 from ega.experiments.protocols import (
     PAPER_PACKS,
     Protocol,
+    Split,
     build_split,
     evaluate_neighbours,
     get_benchmark,
@@ -29,6 +30,7 @@ from ega.experiments.protocols import (
     load_embedding_sets,
     published_experiments,
     published_split_counts,
+    released_class_split,
     split_counts,
 )
 from ega.experiments.published import (
@@ -144,6 +146,38 @@ def test_released_splits_have_the_published_counts_and_classes(packs, name, benc
         assert b.train not in UNSEEN or sorted(unseen) == UNSEEN[b.train]
     if experiment.protocol.row_rule == "file":
         assert split.seen_queries.tolist() == list(range(8_000, 10_000)) and split.fit.tolist() == list(range(8_000))
+
+
+LEAKS = {  # name -> field, field that one of its rows comes from
+    "seen query fitted on": ("fit", "seen_queries"),
+    "seen query searched": ("seen_gallery", "seen_queries"),
+    "unseen row fitted on": ("fit", "unseen_gallery"),
+    "unseen class fitted on": None,
+    "unlabelled row fitted on": None,
+    "some gallery rows as queries": None,
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_split_check_finds_every_leak(leak):
+    y, number = np.repeat(np.arange(10), 12), np.arange(120)
+    fit, held_out, unseen = (
+        np.flatnonzero(m) for m in ((y < 8) & (number % 4 > 0), (y < 8) & (number % 4 == 0), y > 7)
+    )
+    rows = dict(fit=fit, seen_gallery=fit, seen_queries=held_out, unseen_gallery=unseen, unseen_queries=unseen)
+    Split(**rows).check(y)
+    Split(**rows | dict(unseen_gallery=fit, unseen_queries=fit)).check(y, y)  # the same numbers of another set
+    if LEAKS[leak]:
+        field, source = LEAKS[leak]
+        rows[field] = np.r_[rows[field], rows[source][5]]
+    elif leak == "unseen class fitted on":
+        y[unseen[5]] = y[fit[0]]
+    elif leak == "unlabelled row fitted on":
+        y[fit[5]] = -1
+    else:
+        rows["unseen_queries"] = unseen[:3]
+    with pytest.raises(InputError):
+        Split(**rows).check(y)
 
 
 def trial(config):

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ega.data.relevance import read_relevance_set, split_by_query
+from ega.data.relevance import queries_with_relevant, read_relevance_set
 from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 from ega.pairs import PairAdapter
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/packs/cranfield__all_minilm_l6_v2"
 SET = read_relevance_set(FOLDER)
-SPLIT = split_by_query(SET, np.arange(len(SET.queries)) % 2 == 1)
-XQ, XD = SET.queries.x[SPLIT.test_queries], SET.documents.x  # queries that no adapter was fitted on; all documents
+TRAIN_PAIRS = SET.pairs[SET.pairs[:, 0] % 2 == 0]
+TEST_QUERIES = queries_with_relevant(SET.pairs[SET.pairs[:, 0] % 2 == 1])
+XQ, XD = SET.queries.x[TEST_QUERIES], SET.documents.x  # queries that no adapter was fitted on; all documents
 DOCUMENT_IDS = SET.documents.ids
 
 
@@ -21,14 +22,14 @@ DOCUMENT_IDS = SET.documents.ids
 def fitted(side):
     "A PairAdapter fitted on the training pairs: side 'query', 'both' or 'two'."
     estimator = PairAdapter(side, max_unseen_loss=None, device="cpu")
-    return estimator.fit(SET.queries.x, XD, SPLIT.train_pairs)
+    return estimator.fit(SET.queries.x, XD, TRAIN_PAIRS)
 
 
 def ndcg(ids):
     "Mean nDCG@10 of lists of document ids, one list for each of the first rows of XQ."
     row_of_id = {name: row for row, name in enumerate(DOCUMENT_IDS.tolist())}
     rows = np.array([[row_of_id[name] for name in found] for found in np.asarray(ids).tolist()])
-    return float(ranking_metrics(rows, SET.pairs, queries=SPLIT.test_queries[: len(rows)])["ndcg@10"].mean())
+    return float(ranking_metrics(rows, SET.pairs, queries=TEST_QUERIES[: len(rows)])["ndcg@10"].mean())
 
 
 def exact(adapter, k=10):

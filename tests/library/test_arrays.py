@@ -92,30 +92,21 @@ def test_blocks_are_the_rows_of_the_whole():
     "bad, word",
     [
         (np.ones(3), "Reshape"),
-        (np.ones((2, 2, 2)), "dim 3"),
         ([], "Reshape"),
         (np.ones((0, 4)), "0 sample"),
-        (np.ones((4, 0)), "0 feature"),
         (np.array([[1, 2], [np.nan, 1]]), "row 1"),
         (np.array([[1, 2], [np.inf, 1]]), "NaN or inf"),
         (np.array([[1, 2], [0, 0]]), "norm 0"),
         (np.array([[1e300, 1]]), "range"),
         (np.array([[1, 2], [1e-300, 1e-40]]), "range"),
-        ([["0.5"]], "real numbers"),
         ([[None, 1]], "real numbers"),
         (np.ones((2, 2), bool), "real numbers"),
-        (np.array([["2020-01-01"]], "M8[D]"), "real numbers"),
         (np.ones((2, 2), complex), "Complex"),
-        (np.zeros(2, [("a", "f4"), ("b", "f4")]), "Reshape"),
         (pd.DataFrame({"a": [1.0], "name": ["x"]}), "real numbers"),
         (pd.DataFrame({"a": [1.0, None], "b": [1, 2]}).astype("Float64"), "NaN"),
-        (pd.Series([[1.0, 2.0], [2.0, 1.0]]), "2-dimensional"),
         (sparse.csr_matrix(np.eye(3)), "dense"),
-        (torch.eye(3).to_sparse(), "matrix"),
         (np.ma.masked_less(np.arange(6.0).reshape(2, 3), 2), "masked"),
         ([[1.0], [1.0, 2.0]], "matrix"),
-        ((row for row in np.eye(3)), "matrix"),
-        ("text", "matrix"),
         (None, "matrix"),
     ],
 )
@@ -203,19 +194,12 @@ def test_missing_labels(y, unlabelled, labels, classes):
     [
         (None, None, "None"),
         (np.zeros((3, 1), int), None, "one label per row"),
-        (pd.DataFrame({"kind": [1, 2]}), None, "one label per row"),
-        ([[0], [1, 2]], None, "list"),
         (iter([1]), None, "iterator"),
-        (5, None, "per row"),
         ("owl", None, "per row"),
-        ({0: 1, 1: 2}, None, "per row"),
         ([b"owl"], None, "bytes"),
-        (np.array([True]), None, "bool"),
         ([1, True], None, "bool"),
-        (pd.Series([True, None], dtype="boolean"), None, "bool"),
         (np.array(["2020-01-01"], "M8[D]"), None, "date"),
         ([np.timedelta64(1, "s")], None, "timedelta"),
-        ([1j], None, "complex"),
         (["owl", 3], None, "all texts"),
         ([0.5, 1], None, "0.5"),
         (np.array([np.inf]), None, "inf"),
@@ -234,11 +218,6 @@ def test_missing_labels(y, unlabelled, labels, classes):
 def test_what_is_no_label_is_refused(y, unlabelled, word):
     with pytest.raises(InputError, match=word):
         check_y(y, unlabelled=unlabelled)
-
-
-def test_labels_are_as_many_as_the_rows():
-    with pytest.raises(InputError, match="one label per row"):
-        check_y(["a", "b"], 3)
 
 
 @pytest.mark.parametrize(
@@ -309,20 +288,16 @@ def test_names_of_columns_are_distinct_texts_or_integers(names):
         check_feature_names(SimpleNamespace(), pd.DataFrame(np.eye(3), columns=names), reset=True)
 
 
-@pytest.mark.parametrize("columns", [["a", "b"], [1, 2]])
-def test_columns_in_another_order_are_refused(columns):
-    frame, estimator = pd.DataFrame(np.eye(2), columns=columns), SimpleNamespace()
-    check_feature_names(estimator, frame, reset=True)
-    check_feature_names(estimator, frame, reset=False)
-    with pytest.raises(InputError):
-        check_feature_names(estimator, frame[columns[::-1]], reset=False)
-
-
-def test_a_table_of_arrow_has_names_of_columns():
-    table, estimator = pa.table({"a": [1.0], "b": [2.0]}), SimpleNamespace()
+@pytest.mark.parametrize(
+    "make", [pd.DataFrame, lambda a: pd.DataFrame(a).add_prefix("x"), lambda a: pa.table(dict(x=a[0], y=a[1]))]
+)
+def test_columns_in_another_order_are_refused(make):
+    table, estimator = make(np.eye(2)), SimpleNamespace()
+    exchanged = table.select(["y", "x"]) if isinstance(table, pa.Table) else table[table.columns[::-1]]
     check_feature_names(estimator, table, reset=True)
+    check_feature_names(estimator, table, reset=False)
     with pytest.raises(InputError):
-        check_feature_names(estimator, table.select(["b", "a"]), reset=False)
+        check_feature_names(estimator, exchanged, reset=False)
 
 
 def test_an_index_in_another_order_and_exchanged_arguments_are_refused():

@@ -21,7 +21,6 @@ from ega.data.datasets import (
     read_clinc,
     read_csv_source,
     read_image_folder,
-    released_class_split,
 )
 from ega.data.embed import embed
 from ega.data.packs import read_pack
@@ -196,42 +195,6 @@ def test_cifar(name, key, labels, tmp_path, monkeypatch):
         open_miniature(name, tmp_path)
 
 
-def test_aircraft_keeps_the_order_of_its_classes(tmp_path):
-    needs("torchvision")
-    d = "fgvc-aircraft-2013b/data"
-    files = {
-        f"{d}/variants.txt": "747-100\n707-320\n",
-        f"{d}/images_variant_test.txt": "0001 707-320\n0002 747-100\n",
-        f"{d}/images_variant_train.txt": "0003 747-100\n",
-    }
-    write_files(tmp_path, files | {f"{d}/images/000{i}.jpg": i for i in (1, 2, 3)})
-    s = open_miniature("aircraft", tmp_path)
-    assert s.classes == ("747-100", "707-320") and s.y.tolist() == [1, 0]  # file order, not alphabetical
-    assert s.ids == [f"{d}/images/0001.jpg", f"{d}/images/0002.jpg"] and s.read(0) == picture(1, kind="JPEG")
-    assert open_miniature("aircraft", tmp_path, splits=["train", "test"]).y.tolist() == [0, 1, 0]
-    (tmp_path / d / "images/0002.jpg").unlink()
-    with pytest.raises(InputError, match="1 of 2 files are missing, first fgvc-aircraft-2013b/data/images/0002.jpg"):
-        open_miniature("aircraft", tmp_path)
-
-
-def test_food_and_pet(tmp_path):
-    needs("torchvision")
-    lists = {"food-101/meta/test.json": json.dumps({"waffles": ["waffles/1"], "pho": ["pho/2", "pho/3"]})}
-    write_files(tmp_path, lists | {f"food-101/images/{f}.jpg": 1 for f in ("waffles/1", "pho/2", "pho/3")})
-    s = open_miniature("food-101", tmp_path)
-    assert s.classes == ("pho", "waffles")
-    assert dict(zip([id[16:] for id in s.ids], s.y)) == {"waffles/1.jpg": 1, "pho/2.jpg": 0, "pho/3.jpg": 0}
-    lists = {
-        "oxford-iiit-pet/annotations/trainval.txt": "Abyssinian_1 1 1 1\nbeagle_7 2 2 1\n",
-        "oxford-iiit-pet/annotations/test.txt": "beagle_9 2 2 1\nAbyssinian_4 1 1 1\n",
-    }
-    names = ("Abyssinian_1", "beagle_7", "beagle_9", "Abyssinian_4")
-    write_files(tmp_path, lists | {f"oxford-iiit-pet/images/{f}.jpg": 1 for f in names})
-    s = open_miniature("pet", tmp_path)
-    assert s.classes == ("Abyssinian", "Beagle") and s.y.tolist() == [0, 1, 1, 0]
-    assert s.split == ["trainval"] * 2 + ["test"] * 2
-
-
 def test_cars_and_flowers(tmp_path, monkeypatch):
     needs("torchvision", "scipy")
     import torchvision
@@ -290,7 +253,21 @@ BANKING = {
     "train.csv": 'text,category\n"one, two",lost\nthree,card\n',
     "test.csv": "text,category\nfour,card\n",
 }
+AIRCRAFT = {  # its classes keep the order of their file
+    "variants.txt": "747-100\n707-320\n",
+    "images_variant_test.txt": "0001 707-320\n0002 747-100\n",
+} | {"images/0001.jpg": 1, "images/0002.jpg": 2}
+FOOD = {"meta/test.json": json.dumps({"waffles": ["waffles/1"], "pho": ["pho/2"]})} | {
+    f"images/{name}.jpg": 1 for name in ("waffles/1", "pho/2")
+}
+PET = {
+    "annotations/trainval.txt": "Abyssinian_1 1 1 1\nbeagle_7 2 2 1\n",
+    "annotations/test.txt": "beagle_9 2 2 1\nAbyssinian_4 1 1 1\n",
+} | {f"images/{name}.jpg": 1 for name in ("Abyssinian_1", "beagle_7", "beagle_9", "Abyssinian_4")}
 MINIATURES = {  # files, classes, labels, splits
+    "aircraft": (below("fgvc-aircraft-2013b/data", AIRCRAFT), ("747-100", "707-320"), [1, 0], ["test", "test"]),
+    "food101": (below("food-101", FOOD), ("pho", "waffles"), [1, 0], ["test", "test"]),
+    "pet": (below("oxford-iiit-pet", PET), ("Abyssinian", "Beagle"), [0, 1, 1, 0], ["trainval"] * 2 + ["test"] * 2),
     "grocery": (
         below("GroceryStoreDataset-fc80ba90f803d79d0383df52c5a4ac5de99ff6fc/dataset", GROCERY),
         ("Golden", "Pink-Lady"),
@@ -306,6 +283,8 @@ MINIATURES = {  # files, classes, labels, splits
 
 @pytest.mark.parametrize("name", MINIATURES)
 def test_miniatures(name, tmp_path):
+    if name in ("aircraft", "food101", "pet"):
+        needs("torchvision")
     files, classes, labels, splits = MINIATURES[name]
     write_files(tmp_path, files)
     s = open_miniature(name.replace("_", "-"), tmp_path)
@@ -368,15 +347,6 @@ def test_dataset_specs():
     for name, options in (("mnist", {}), ("food101", dict(splits=["val"]))):
         with pytest.raises(InputError):
             open_dataset(name, **options)
-
-
-def test_released_class_split_gives_published_classes():
-    "The class numbers that the released runs print; Aircraft and CIFAR-100 have the same."
-    first = {1, 2, 14, 20, 21, 23, 29, 37, 51, 52, 60, 63, 71, 74, 82}
-    assert set(released_class_split(np.arange(100)).unseen) == first | {84, 86, 87, 91, 92}
-    assert set(released_class_split(np.arange(101)).unseen) == first | {59, 85, 86, 87, 92, 99}
-    s = released_class_split(np.repeat(np.arange(37), 3))
-    assert set(s.unseen) == {7, 10, 14, 18, 20, 22, 28, 30} and len(s.seen) == 29 and not set(s.seen) & set(s.unseen)
 
 
 def test_missing_torchvision_names_its_extra(monkeypatch, tmp_path):

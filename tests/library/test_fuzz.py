@@ -241,11 +241,3 @@ def test_symlinks_beside_a_target_are_not_followed(tmp_path, ending):
     with atomic_write(tmp_path / f"z.npy{ending}") as t:
         t.write_text("new")
     assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / f"z.npy{ending}").is_symlink()
-
-
-def test_temporary_files_are_private_and_removed(tmp_path):
-    (tmp_path / "usual").write_text("x")
-    with atomic_write(tmp_path / "a") as file:
-        assert file.stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "usual"]

@@ -96,7 +96,7 @@ def numbers():
 @pytest.fixture
 def three_threads(monkeypatch):
     "Three threads in every library, on a process with four cores, as far as `limit_threads` is told."
-    monkeypatch.setattr(runtime, "usable_cores", lambda: 4)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 4)
     before = torch.get_num_threads()
     with threadpool_limits(3):
         torch.set_num_threads(3)
@@ -118,7 +118,7 @@ def world():
 def test_small_products_have_one_thread_and_large_ones_all_that_are_set(
     three_threads, monkeypatch, cores, flops, n_threads
 ):
-    monkeypatch.setattr(runtime, "usable_cores", lambda: cores)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: cores)
     before = numbers()
     with limit_threads(flops):
         inside = numbers()
@@ -168,36 +168,23 @@ def test_overlapping_blocks_of_two_threads_restore_the_first_number(three_thread
     assert numbers() == before
 
 
-@pytest.mark.parametrize("raised", [None, KeyboardInterrupt])
-def test_fit_uses_one_thread_and_restores_the_others(three_threads, monkeypatch, raised):
-    before, seen = numbers(), []
-    fit_adapter = estimator.fit_adapter
+def fit_and_watch(monkeypatch, module, function, cv):
+    "Fit an adapter; return the numbers of threads at every call of a function, which are restored at the end."
+    before, seen, fit = numbers(), [], getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *a, **kw: seen.append(numbers()) or fit(*a, **kw))
+    EmbeddingAdapter(candidates=("wccn",), cv=cv, strengths=(1.0,), device="cpu").fit(*world())
+    assert numbers() == before
+    return [{first, *(n for _, n in rest)} for first, *rest in seen]
 
-    def watched(*args, **kwargs):
-        seen.append(numbers())
-        if raised:
-            raise raised
-        return fit_adapter(*args, **kwargs)
 
-    monkeypatch.setattr(estimator, "fit_adapter", watched)
-    adapter = EmbeddingAdapter(candidates=("wccn",), cv=2, strengths=(1.0,), device="cpu")
-    if raised:
-        with pytest.raises(raised):
-            adapter.fit(*world())
-    else:
-        adapter.fit(*world())
-    assert len(seen) == 1 and numbers() == before
-    assert seen[0][0] == 1 and {n for _, n in seen[0][1:]} == {1}
+def test_fit_uses_one_thread_and_restores_the_others(three_threads, monkeypatch):
+    assert fit_and_watch(monkeypatch, estimator, "fit_adapter", cv=2) == [{1}]
 
 
 def test_workers_use_one_thread_for_large_products_too_and_restore_the_threads(three_threads, monkeypatch):
     monkeypatch.setattr(runtime, "PARALLEL_FLOPS", 0)
-    before, seen, fit = numbers(), [], selection.fit_path
-    monkeypatch.setattr(selection, "fit_path", lambda *a, **kw: seen.append(numbers()) or fit(*a, **kw))
     with joblib.parallel_config("threading", n_jobs=2):
-        EmbeddingAdapter(candidates=("wccn",), cv=4, strengths=(1.0,), device="cpu").fit(*world())
-    assert numbers() == before
-    assert len(seen) == 4 and all(first == 1 and {n for _, n in rest} == {1} for first, *rest in seen)
+        assert fit_and_watch(monkeypatch, selection, "fit_path", cv=4) == [{1}] * 4
 
 
 @pytest.mark.parametrize("batch, n_threads", [(8, 1), (10**6, 3)])
