@@ -526,7 +526,7 @@ def _describe_adapter(path):
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.data.arrays import InputError
-    from ega.deploy.transform import transform_file, transform_ray
+    from ega.deploy.transform import transform_file
     from ega.method.interface import as_adapter
 
     adapter = args.adapter
@@ -536,13 +536,9 @@ def _transform(args):
     if args.side:
         side = "queries" if args.side == "query" else "documents"
         adapter = Path(adapter) / f"adapter.{side}.safetensors"
-    names = ("column", "batch_size", "dtype", "precision", "threads", "device")
+    names = ("column", "batch_size", "dtype", "precision", "threads", "device", "ray")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    options["progress"] = _show_progress(args)
-    if args.ray is None:
-        result = transform_file(adapter, args.source, args.out, **options)
-    else:
-        result = transform_ray(adapter, args.source, args.out, address=args.ray or None, **options)
+    result = transform_file(adapter, args.source, args.out, progress=_show_progress(args), **options)
     if args.json:
         print(json.dumps(result._asdict() | {"path": str(result.path)}))
         return
