@@ -239,7 +239,7 @@ def test_the_page_of_pairs_escapes_texts_and_checks_them(tmp_path, ending):
         pytest.importorskip("jinja2")
         pytest.importorskip("matplotlib")
     adapter, pairs, n = cranfield.fitted("query"), cranfield.SET.pairs, len(cranfield.SET.queries)
-    pairs = pairs[np.isin(pairs[:, 0], cranfield.SPLIT.test_queries)]
+    pairs = pairs[np.isin(pairs[:, 0], cranfield.TEST_QUERIES)]
     given = (adapter, cranfield.SET.queries.x, cranfield.XD, pairs)
     names = ["<b>query</b> " + "long " * 99] * n
     path = tmp_path / f"r{ending}"
