@@ -157,7 +157,7 @@ TASKS = {
     "Queries and documents": (
         *(f"data.relevance.{name}" for name in ("read_pairs", "read_beir", "embed_relevance", "RelevanceSet")),
         *(f"pairs.{name}" for name in ("PairAdapter", "evaluate_pairs")),
-        "measure.ranking.evaluate_ranking",
+        "measure.ranking.ranking_metrics",
     ),
     "Other libraries": (
         "deploy.wrappers.AdaptedEmbeddings",

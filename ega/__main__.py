@@ -1,16 +1,15 @@
 "Start of `ega`, also as `python -m ega`: Ctrl-C while its modules load is one sentence."
 
 import sys
+from importlib import import_module
 
 
-def main() -> int:  # exit code, see ega.cli.main
-    "The command `ega`."
+def main(module: str = "ega.cli", command: str = "ega") -> int:  # exit code, see ega.cli.main
+    "The command of a module."
     try:
-        from .cli import main
-
-        return main()
+        return import_module(module).main()
     except KeyboardInterrupt:  # before the command runs, such as while NumPy loads
-        print("ega: interrupted; run the same command again", file=sys.stderr)
+        print(f"{command}: interrupted; run the same command again", file=sys.stderr)
         return 130
 
 

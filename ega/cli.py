@@ -393,15 +393,13 @@ def _sentences(table, y, unlabelled, fitted):
 
 # %% ../nbs/deploy/10_cli.ipynb #evaluate-pairs
 def _evaluate_pairs(args, adapter):
-    "The table of an adapter that was fitted on pairs, the sentences that explain it and, with --show, examples."
+    "The table of an adapter that was fitted on pairs, and the sentences that explain it."
     import pandas as pd
 
-    from ega.pairs import evaluate_pairs, find_pair_examples, pairs_summary
+    from ega.pairs import evaluate_pairs, pairs_summary
 
     given = _read_relevance(args)
-    names = [] if args.show is None else _read_texts(args.show, given)
-    arrays = given.queries.x, given.documents.x, given.pairs
-    table = evaluate_pairs(adapter, *arrays, random_state=args.seed)
+    table = evaluate_pairs(adapter, given.queries.x, given.documents.x, given.pairs, random_state=args.seed)
     is_first = table.group != table.group.shift()
     columns = {
         "queries": table.group.where(is_first, ""),
@@ -415,27 +413,7 @@ def _evaluate_pairs(args, adapter):
         "all: queries that were not fitted on. known documents: a pair that was fitted on names a relevant document. "
         "new documents: none does."
     )
-    text = f"{_wrap(pairs_summary(table))}\n\n{pd.DataFrame(columns).to_string(index=False)}\n\n{_wrap(text)}"
-    if names:
-        from ega.deploy.report import describe_pair_examples
-
-        examples = find_pair_examples(adapter, *arrays, n_examples=3)
-        text += f"\n{_format_examples(describe_pair_examples(examples, *names))}"
-    return table, text
-
-
-def _format_examples(sections):
-    "The examples of `describe_pair_examples` for a terminal."
-    lines = []
-    for heading, examples in sections:
-        lines.append(f"\n{heading}" if examples else f"\n{heading}: none")
-        for e in examples:
-            frozen, adapted = e["ranks"]
-            lines += ["", _wrap(f"{e['change']} points: {e['query']}", subsequent_indent="  ")]
-            options = dict(initial_indent="  ", subsequent_indent="    ")
-            lines.append(_wrap(f"answer, rank {frozen} frozen, {adapted} adapted: {e['document']}", **options))
-            lines.append(_wrap(f"{e['role'].lower()}: {e['other'] or 'none'}", **options))
-    return "\n".join(lines)
+    return table, f"{_wrap(pairs_summary(table))}\n\n{pd.DataFrame(columns).to_string(index=False)}\n\n{_wrap(text)}"
 
 # %% ../nbs/deploy/10_cli.ipynb #report
 def _report(args):
@@ -534,7 +512,7 @@ def _describe_adapter(path):
 def _transform(args):
     "Adapt a file or a folder of vectors."
     from ega.data.arrays import InputError
-    from ega.deploy.transform import transform_file, transform_ray
+    from ega.deploy.transform import transform_file
     from ega.method.interface import as_adapter
 
     adapter = args.adapter
@@ -544,13 +522,9 @@ def _transform(args):
     if args.side:
         side = "queries" if args.side == "query" else "documents"
         adapter = Path(adapter) / f"adapter.{side}.safetensors"
-    names = ("column", "batch_size", "dtype", "precision", "threads", "device")
+    names = ("column", "batch_size", "dtype", "precision", "threads", "device", "ray")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    options["progress"] = _show_progress(args)
-    if args.ray is None:
-        result = transform_file(adapter, args.source, args.out, **options)
-    else:
-        result = transform_ray(adapter, args.source, args.out, address=args.ray or None, **options)
+    result = transform_file(adapter, args.source, args.out, progress=_show_progress(args), **options)
     if args.json:
         print(json.dumps(result._asdict() | {"path": str(result.path)}))
         return
@@ -743,7 +717,6 @@ _EVALUATE = [
     _ADAPTER,
     *_DATA,
     *_PAIRS,
-    _arg("--show", metavar="PATH", help=f"with --pairs: {_TEXTS}, to show queries won and lost"),
     _JSON,
 ]
 _REPORT = [

@@ -530,9 +530,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             fitted.n_features_in_ = rows.shape[1]
             fitted.data_fingerprint_, fitted.fit_row_hashes_ = rows.hashes(labels)
             known, numbers = labels >= 0, labels.copy()
-            numbers[known], label_of_number = pd.factorize(
-                labels[known]
-            )  # names and order of the classes count nothing
+            # numbered as they occur, so that neither names nor order of the classes change the result
+            numbers[known], label_of_number = pd.factorize(labels[known])
             fitted.selection_ = self._select(rows, numbers, len(fitted.classes_), progress)
             fitted.adapter_, statistics = self._fit_selected(fitted.selection_, rows, numbers, progress)
             progress.finish()

@@ -211,12 +211,8 @@ def _read_beir_texts(path):
     return texts
 
 # %% ../../nbs/data/08_relevance.ipynb #5cf69992
-def read_beir(
-    folder: str | Path,  # with corpus.jsonl, queries.jsonl and qrels/*.tsv, one file for each split of the queries
-    *,
-    on_missing: str = "raise",  # "skip": leave out pairs whose query or document is missing
-) -> RelevanceTexts:
-    "Read texts and pairs from a folder in the layout of BEIR; queries without a pair are left out."
+def read_beir(folder: str | Path) -> RelevanceTexts:
+    "Read corpus.jsonl, queries.jsonl and qrels/*.tsv, a file for each split; queries without a pair are left out."
     folder = Path(folder)
     documents, queries = (_read_beir_texts(folder / name) for name in ("corpus.jsonl", "queries.jsonl"))
     tables = {file.stem: read_pairs(file) for file in sorted((folder / "qrels").glob("*.tsv"))}
@@ -226,7 +222,7 @@ def read_beir(
     if twice := splits.index[splits.index.duplicated()].tolist():
         raise InputError(f"{folder}: query {twice[0]!r} is in the splits {', '.join(splits[twice[0]])}; keep it in one")
     queries = queries[queries.index.isin(splits.index)]
-    pairs = match_pairs(pd.concat(tables.values()), queries.index, documents.index, on_missing=on_missing)
+    pairs = match_pairs(pd.concat(tables.values()), queries.index, documents.index)
     name, split = folder.resolve().name, splits[queries.index].tolist()
     return RelevanceTexts(_text_source(name, queries, split), _text_source(name, documents), pairs)
 

@@ -36,6 +36,7 @@ from ..measure.search import ivf_sweep, knn
 from ..method.adapters import interpolate, transform
 from ..method.theory import effective_rank
 from ..pairs import evaluate_pairs, find_pair_examples, pairs_summary
+from ..selection import STRENGTHS
 
 # %% ../../nbs/deploy/09_report.ipynb #outcomes
 def _query_outcomes(x, z, y, is_seen, searches, frozen, adapted):
@@ -103,7 +104,7 @@ def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_
     shown = [i for i, s in enumerate(searches) if s.group in groups and s.gallery_name in galleries]
     searches, frozen, adapted = ([values[i] for i in shown] for values in (searches, frozen, adapted))
     tables = []
-    for strength in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for strength in STRENGTHS:
         hits = {0: frozen, 1: adapted}.get(strength)
         if hits is None:
             mixture = np.asarray(interpolate(x, z, strength), np.float32)

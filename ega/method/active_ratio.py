@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RowsByClass', 'Triplets', 'ActiveRatio', 'index_rows_by_class', 'draw_for_dataset_triplets',
            'sample_dataset_triplets', 'draw_for_batch_triplets', 'sample_batch_triplets', 'random_dataset_triplets',
-           'random_batch_triplets', 'active_ratio', 'triplet_active_ratio']
+           'random_batch_triplets', 'active_ratio']
 
 # %% ../../nbs/method/03_active_ratio.ipynb #ac91c7d3
 from collections import namedtuple
@@ -103,8 +103,3 @@ def active_ratio(violations: torch.Tensor, z_score: float = 1.96) -> ActiveRatio
     centre = (rho + z2 / 2 / n) / (1 + z2 / n)
     half = z_score * ((rho * (1 - rho) + z2 / 4 / n) / n) ** 0.5 / (1 + z2 / n)
     return ActiveRatio(rho, max(0.0, centre - half), min(1.0, centre + half), n)
-
-# %% ../../nbs/method/03_active_ratio.ipynb #rho-of
-def triplet_active_ratio(z: torch.Tensor, triplets: Triplets, margin: float) -> ActiveRatio:
-    "The active ratio of adapted embeddings (n, d) on fixed triplets."
-    return active_ratio(triplet_violations(z[triplets.a], z[triplets.p], z[triplets.n], margin))

@@ -699,8 +699,8 @@ def test_pairs_from_texts_to_evaluation(pairs, call):
     Path("other.csv").write_text("query,document\na,b\n")
     for command, word in {
         "evaluate fitted set/queries.parquet": "add --pairs",
-        "evaluate fitted set --pairs --show none": "none",
-        "evaluate fitted set --pairs --show other.csv": "no text",
+        "report fitted set --pairs --show none": "none",
+        "report fitted set --pairs --show other.csv": "no text",
         "update fitted set/queries.parquet -o other": "pairs",
         "fit set -o other": "folder",
         "fit set --pairs --split dev -o other": "test, train",
@@ -714,16 +714,11 @@ def test_pairs_from_texts_to_evaluation(pairs, call):
     assert not Path("other").exists()
 
 
-def test_evaluate_and_report_show_the_texts_of_lost_and_won_queries(pairs, beir, monkeypatch, call):
+def test_a_report_shows_the_texts_of_lost_and_won_queries(pairs, beir, monkeypatch, call):
     "Texts where --show names them, ids where it does not; the page and the command have the same sentence."
     pytest.importorskip("jinja2")
     monkeypatch.setenv("COLUMNS", "80")
     call("fit", "set", "--pairs", "--split", "train", "-o", "fitted")
-    code, plain, _ = call("evaluate", "fitted", "set", "--pairs")
-    assert code == 0 and plain.startswith("Queries for new documents gain") and "also documents that no" in plain
-    code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--show", beir)
-    assert code == 0 and out.startswith(plain) and max(map(len, out.splitlines())) <= 80
-    assert "\nWon queries for new documents\n" in out and "known documents" not in out.split("none does.")[1]
     corpus = {line["_id"]: line["text"] for line in map(json.loads, (beir / "corpus.jsonl").read_text().splitlines())}
     report = ("report", "fitted", "set", "--pairs", "--split", "test")
     code, said, message = call(*report, "--show", beir, "-o", "texts.html")

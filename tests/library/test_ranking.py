@@ -6,9 +6,8 @@ import pytrec_eval
 from relevance_sets import SETS, random_set, stored
 from sklearn.metrics import average_precision_score, ndcg_score
 
-from ega import InputError
 from ega.data.relevance import queries_with_relevant
-from ega.measure.ranking import evaluate_ranking, ranking_metrics
+from ega.measure.ranking import ranking_metrics
 from ega.measure.search import knn
 
 TREC = {"ndcg": "ndcg_cut_{}", "recall": "recall_{}", "map": "map_cut_{}", "hit": "success_{}", "mrr": "recip_rank"}
@@ -87,27 +86,3 @@ def test_equal_scores_keep_the_order_of_rows_as_trec_eval_that_of_ids(name):
     ours = ranking_metrics(near.I, pairs, queries=rows, k=5)
     for measure, trec in (("ndcg@5", "ndcg_cut_5"), ("map@5", "map_cut_5")):
         np.testing.assert_allclose(ours[measure], [found[str(q)][trec] for q in rows], atol=1e-12)
-
-
-def test_the_table_has_all_queries_and_those_of_new_documents():
-    relevance, rows, I = stored("med")
-    new = np.arange(len(rows)) < 8
-    table = evaluate_ranking(I, relevance.pairs, queries=rows, new=new).set_index(["group", "measure"])
-    values = ranking_metrics(I, relevance.pairs, queries=rows)
-    assert table.n_queries["all"].eq(len(rows)).all() and table.n_queries["new documents"].eq(8).all()
-    for name, value in values.items():
-        assert table["mean"]["all", name] == pytest.approx(value.mean())
-        assert table["mean"]["new documents", name] == pytest.approx(value[new].mean())
-    assert ((table.low <= table["mean"]) & (table["mean"] <= table.high)).all()
-    # the interval of a mean of independent queries, by the normal approximation
-    ndcg = values["ndcg@10"]
-    half = 1.96 * ndcg.std() / np.sqrt(len(ndcg))
-    line = table.loc[("all", "ndcg@10")]
-    assert line.high - line.low == pytest.approx(2 * half, rel=0.1)
-    assert set(evaluate_ranking(I, relevance.pairs, queries=rows, new=new & False).group) == {"all"}
-
-
-@pytest.mark.parametrize("pairs", [[(0, 0)], [(0, 0, 1), (1, 1, 0)]])  # a document twice, a query without a document
-def test_wrong_lists_and_pairs(pairs):
-    with pytest.raises(InputError):
-        evaluate_ranking([[0, 0]] if len(pairs) == 1 else [[0], [1]], pairs, k=3 - len(pairs))

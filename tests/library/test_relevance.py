@@ -160,11 +160,6 @@ def test_a_broken_folder_of_beir(changed, tmp_path):
         read_beir(make_beir(tmp_path, **changed))
 
 
-def test_a_folder_of_beir_with_missing_documents_can_be_read(tmp_path):
-    texts = read_beir(make_beir(tmp_path, **{"corpus.jsonl": '{"_id": "01", "text": "a"}'}), on_missing="skip")
-    assert texts.pairs.tolist() == [[0, 0, 2]]
-
-
 class Recorder(LetterCounts):
     "Records the texts that it encodes; can be told to stop at one."
 

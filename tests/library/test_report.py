@@ -226,15 +226,6 @@ def test_wrong_input_leaves_no_file(spaces, c, tmp_path):
     assert not list(tmp_path.glob("r.*"))
 
 
-def test_page_fits_a_phone(spaces, c, tmp_path):
-    "No width beyond the screen, no small print: 0.875 of 16 px is 14 px."
-    page = write_comparison(c, tmp_path / "r.html").read_text()
-    style = re.search("<style>(.*?)</style>", page, re.S)[1]
-    sizes = re.findall(r"font-size: ([.\d]+)rem", style)
-    assert sizes and min(map(float, sizes)) >= 0.875 and "nowrap" not in style
-    assert "width=device-width, initial-scale=1" in page and "@media (max-width" in style
-
-
 def test_a_change_is_coloured_unless_its_printed_interval_contains_0():
     for text, kind in (("+3.5 [+1.5, +5.5]", "gain"), ("-3.5 [-5.5, -1.5]", "loss"), ("+0.4", "gain")):
         assert _colour("change", text) == {"class": kind} and _colour("adapted", text) == {}
@@ -248,7 +239,7 @@ def test_the_page_of_pairs_escapes_texts_and_checks_them(tmp_path, ending):
         pytest.importorskip("jinja2")
         pytest.importorskip("matplotlib")
     adapter, pairs, n = cranfield.fitted("query"), cranfield.SET.pairs, len(cranfield.SET.queries)
-    pairs = pairs[np.isin(pairs[:, 0], cranfield.SPLIT.test_queries)]
+    pairs = pairs[np.isin(pairs[:, 0], cranfield.TEST_QUERIES)]
     given = (adapter, cranfield.SET.queries.x, cranfield.XD, pairs)
     names = ["<b>query</b> " + "long " * 99] * n
     path = tmp_path / f"r{ending}"

@@ -19,7 +19,7 @@ from ega.data.arrays import InputError, check_X, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
 from ega.data.vectors import read_matrix
 from ega.deploy import transform as transform_module
-from ega.deploy.transform import transform_file, transform_ray
+from ega.deploy.transform import transform_file
 from ega.method.adapters import LinearAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 
 D = 16
@@ -350,6 +350,7 @@ WRONG = {
     "dtype": ("x.npy", "z.npy", dict(dtype="int8")),
     "precision": ("x.npy", "z.npy", dict(precision="f8")),
     "no square matrix": ("x.npy", "z.npy", dict(adapter=np.ones((3, D)))),
+    "one file on a cluster": ("x.npy", "z.npy", dict(ray="")),
 }
 
 
@@ -381,13 +382,14 @@ for source in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_memory_does_not_grow_with_the_file(tmp_path):
+@pytest.mark.parametrize("kind", ("npy", "parquet"))
+def test_memory_does_not_grow_with_the_file(tmp_path, kind):
     "10 blocks of 2 MB, then 160: 300 MB more, of which the peak may grow by a third, as malloc keeps some blocks."
     sources = []
     for times in (10, 160):
         x = np.tile(unit_rows(1024, 512), (times, 1))
         how = dict(row_group_size=len(x), use_dictionary=False, compression="none")
-        sources.append(save(x, tmp_path / f"x{times}.parquet", **how))
+        sources.append(save(x, tmp_path / f"x{times}.{kind}", **how))
     done = start_process(*sources, code=MEMORY, stdout=subprocess.PIPE, text=True)
     small, large = (float(v) for v in done.communicate()[0].split())
     assert large - small < 100 and large < 1000
@@ -443,7 +445,7 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     killed = []
     thread = Thread(target=lambda: killed.append(kill_worker(tmp_path / "z", n)), daemon=True)
     thread.start()
-    done = transform_ray(f, tmp_path / "x", tmp_path / "z", device="cpu")
+    done = transform_file(f, tmp_path / "x", tmp_path / "z", device="cpu", ray="")
     thread.join(5)
     run(f, tmp_path / "x", tmp_path / "again", batch_size=1024)
     assert killed and killed[0] and done.rows == 2 * n and 0 < done.resumed_rows < n
@@ -452,4 +454,4 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     assert names_in(tmp_path) == ["again", "f.safetensors", "x", "z"]
     for source, target in (("x", "z"), ("x/0.parquet", "0.parquet")):
         with pytest.raises(InputError):
-            transform_ray(f, tmp_path / source, tmp_path / target, device="cpu")
+            transform_file(f, tmp_path / source, tmp_path / target, device="cpu", ray="")

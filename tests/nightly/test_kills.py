@@ -5,7 +5,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -342,30 +341,3 @@ def test_extreme_inputs(name, method):
         evaluate(adapter, x, y)
     except InputError as error:
         assert "\n" not in str(error)
-
-
-MILLION = """
-import sys, numpy as np
-from pathlib import Path
-from ega.method.adapters import LinearAdapter
-from ega.testing import peak_memory_mb
-from ega.deploy.transform import transform_file
-folder, rng = Path(sys.argv[1]), np.random.default_rng(0)
-x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (10**6, 384))
-for first in range(0, len(x), 10**4):
-    x[first : first + 10**4] = rng.normal(size=(10**4, 384))
-    x.flush()
-del x
-before = peak_memory_mb()
-transform_file(LinearAdapter(384), folder / "x.npy", folder / "z.npy", device="cpu", threads=1)
-print(peak_memory_mb() - before, (folder / "z.npy").stat().st_size)
-"""
-
-
-def test_one_million_rows_in_bounded_memory(tmp_path):
-    "1.5 GB go in and out; the process grows by less than 200 MB."
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MILLION, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    growth, size = map(float, done.stdout.split())
-    assert size > 1.5e9 and growth < 200
