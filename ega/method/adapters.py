@@ -305,7 +305,8 @@ def transform(
     weight = next(adapter.parameters(), torch.empty(0))
     if adapter.training or weight.device != device:
         adapter = copy.deepcopy(adapter).to(device).eval()  # the caller's adapter stays unchanged
-    z = np.empty((len(x), getattr(adapter, "n_components", x.shape[1])), np.float32)
+    width: Any = getattr(adapter, "n_components", x.shape[1])
+    z = np.empty((len(x), width), np.float32)
     with torch.no_grad():
         for i in range(0, len(x), batch_size):
             batch = torch.tensor(x[i : i + batch_size], dtype=weight.dtype, device=device)
@@ -337,7 +338,7 @@ def _build_from_config(kind: str, sizes: dict) -> nn.Module:
     if kind == "BoundedDisplacementAdapter":
         return BoundedDisplacementAdapter(_build_from_config(**sizes["inner"]), 1.0)  # the bound is among the weights
     if kind == "ProjectedAdapter":
-        inner = _build_from_config(**sizes["inner"])
+        inner: Any = _build_from_config(**sizes["inner"])
         return ProjectedAdapter(inner, torch.empty(sizes["n_components"], inner.d))
     return _CONFIG[kind][0](**sizes, gen=torch.Generator())
 

@@ -175,7 +175,7 @@ def as_adapter(
         module: Any = adapter  # nn.Module declares neither d nor as_matrix
         fingerprint = adapter_fingerprint(module)
         if isinstance(module, ProjectedAdapter):
-            steps = as_adapter(module.inner), as_adapter(module.projection.cpu().numpy())
+            steps = [as_adapter(module.inner), as_adapter(module.projection.cpu().numpy())]
             return replace(_chain(steps), fingerprint=fingerprint, module=module)
         if hasattr(module, "as_matrix"):
             offset = getattr(module, "offset", None)
