@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def main(module: str = "ega.cli", command: str = "ega") -> int:  # exit code, see ega.cli.main
-    "The command of a module."
+    "Run the command line that a module defines."
     try:
         return import_module(module).main()
     except KeyboardInterrupt:  # before the command runs, such as while NumPy loads

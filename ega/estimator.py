@@ -44,7 +44,14 @@ from ega.data.arrays import (
 from .data.files import READ_ERRORS, atomic_write, check_is_file, file_hash, open_npy, read_json, short_error
 from .data.packs import row_split
 from .data.runtime import limit_threads, pick_device, spawn_rngs
-from .measure.evaluation import MAX_QUERIES, change_against_frozen, check_fitted, hash_unit_rows, label_hits
+from ega.measure.evaluation import (
+    MAX_QUERIES,
+    adapt_rows,
+    change_against_frozen,
+    check_fitted,
+    hash_unit_rows,
+    label_hits,
+)
 from ega.method.adapters import (
     LinearAdapter,
     ProjectedAdapter,
@@ -229,7 +236,7 @@ class _BaseAdapter(BaseEstimator):
 
     @property
     def row_format_(self) -> RowFormat:
-        "In which rows are stored."
+        "Components and precision of a stored row."
         return self.selection_.row_format or RowFormat(self.n_features_in_)
 
     @property
@@ -392,8 +399,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     strengths : sequence of float, default=(0.0, 0.25, 0.5, 0.75, 1.0)
         Strengths in [0, 1] that are compared: 1 is the fitted method, 0 its closed form before training.
     max_bytes : int or None, default=None
-        Bytes that a row of the index may cost. The adapter is selected at that size, against the frozen float32
+        Bytes that a stored row may take. The adapter is selected at that size, against the frozen float32
         embeddings, among int8 rows of fewer components and bits of more; None: all components as float32.
+        `transform` returns floats: `ega.method.compression.quantize_embeddings` packs them.
     n_components : int or None, default=None
         Components of an adapted row, instead of `max_bytes`; None: all.
     precision : {"float32", "float16", "int8", "binary"}, default="float32"
@@ -554,7 +562,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             formats = self._formats(rows.shape[1])
             settings = self._selection_settings() | {"formats": formats}
             selection = select_adapter(rows, y, candidates, progress=progress, **settings)
-            if selection.frozen and max(formats).n_bytes < 4 * rows.shape[1]:
+            if selection.frozen and formats != [RowFormat(rows.shape[1])]:
                 warnings.warn(f"rows stay float32, {4 * rows.shape[1]:,} bytes each: {selection.reason}", stacklevel=3)
             return selection
         if self.method == "auto":
@@ -600,7 +608,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         return adapter, statistics if can_update(config, selection.strength) else None
 
     def transform(self, X: Any) -> Any:
-        """Adapt embeddings (n, n_features) of the same encoder: float32 rows of norm 1 in the container of X.
+        """Adapt embeddings (n, n_features) of the same encoder: float32 rows of norm 1, in the container of X.
 
         That is a temporary memory map for a memory map, a tensor on its device and in its floating type for a tensor,
         else an array. The columns of a DataFrame must have the names and the order they had in `fit`; integer names,
@@ -729,7 +737,7 @@ def estimate_update(
     kept_labels[kept] = labels[kept]
     updated._change_rows("+", rows, kept_labels, classes)
     with limit_threads():
-        x, device = rows[:], estimator.device
-        both = (transform(e.adapter_, x, device=device) for e in (estimator, updated))
-        before, after = (label_hits(z, labels, queries, kept, device=device).hit for z in both)
+        adapted = (adapt_rows(e, rows[:]) for e in (estimator, updated))
+        options = dict(device=estimator.device)
+        before, after = (label_hits(z, labels, queries, kept, stored=held, **options).hit for z, held in adapted)
     return UpdateEstimate(*change_against_frozen(before, after, labels[queries], random_state=random_state))

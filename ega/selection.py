@@ -14,7 +14,6 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from .data.packs import row_split
 from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
 from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
-from .method.compression import RowFormat, compress, fit_projection, project
+from .method.compression import RowFormat, as_stored, fit_projection, project
 from .method.config import MethodConfig, build_method_config
 from .method.methods import check_loss, fit_path
 
@@ -218,11 +217,13 @@ def compare_on_fold(
         compared = [1.0] if v is None else compared
         if full in formats:
             found |= {(s, full): hits for s, hits in search_path(u, v, strengths=compared).items()}
-        for s, row_format in product(compared, [f for f in formats if f != full]):
-            z = normalize((u if v is None else u + s * v).cpu().numpy())
-            z = project(z, fit_projection(z[fold.fit], row_format))
-            rows = [torch.from_numpy(a).to(device) for a in (z, compress(z, row_format))]
-            found[s, row_format] = search_path(rows[0], None, strengths=(s,), stored=rows[1])[s]
+        smaller = [row_format for row_format in formats if row_format != full]
+        for s in compared if smaller else ():
+            adapted = normalize((u if v is None else u + s * v).cpu().numpy())
+            for row_format in smaller:
+                z = project(adapted, fit_projection(adapted[fold.fit], row_format))
+                queries, stored = (torch.from_numpy(a).to(device) for a in (z, as_stored(z, row_format)))
+                found[s, row_format] = search_path(queries, None, strengths=(s,), stored=stored)[s]
         return found
 
     frozen = search_path(torch.from_numpy(x).to(device), None, strengths=(0.0,))[0.0]

@@ -81,12 +81,15 @@ def _encode_shard(encoder, batches, advance):
     return {"x": x, "reasons": np.array(reasons, dtype=str)}
 
 # %% ../../nbs/data/07_embed.ipynb #save-shard
-def _load_shard(path):
-    "Read a finished shard; None when there is none, or a damaged one."
+def _load_shard(path, n):
+    "Read a finished shard of n inputs; None when there is none, or a damaged one."
     try:
-        return read_npz(path, ("x", "reasons"))
+        shard = read_npz(path, ("x", "reasons"))
     except InputError:
         return None
+    x, reasons = shard.values()
+    fits = x.ndim == 2 and reasons.shape == (n,) and len(x) == np.sum(reasons == "")
+    return shard if fits else None
 
 # %% ../../nbs/data/07_embed.ipynb #shard-folder
 def _open_shard_folder(out, plan, overwrite):
@@ -123,7 +126,7 @@ def _iter_shards(source, encoder, folder, shard_rows, batch_size, threads, proce
 
     rows = _divide(range(len(source)), shard_rows)
     paths = [folder / f"{part.start:09d}.npz" for part in rows]
-    shards = [_load_shard(path) for path in paths]
+    shards = [_load_shard(path, len(part)) for path, part in zip(paths, rows)]
     batches = [_divide(part, batch_size) if shard is None else [] for part, shard in zip(rows, shards)]
     missing = [batch for of_shard in batches for batch in of_shard]
     prepare = partial(_prepare_input, source, encoder)

@@ -22,6 +22,7 @@ from ..data.runtime import spawn_rngs
 from ega.measure.evaluation import (
     MAX_QUERIES,
     OWN_GALLERY,
+    adapt_rows,
     caveats,
     format_evaluation,
     knn_among_rows,
@@ -33,13 +34,13 @@ from ega.measure.evaluation import (
 )
 from ..measure.metrics import ar_at_k, displacement
 from ..measure.search import ivf_sweep, knn
-from ..method.adapters import interpolate, transform
+from ..method.adapters import interpolate
 from ..method.theory import effective_rank
 from ..pairs import evaluate_pairs, find_pair_examples, pairs_summary
 from ..selection import STRENGTHS
 
 # %% ../../nbs/deploy/09_report.ipynb #outcomes
-def _query_outcomes(x, z, y, is_seen, searches, frozen, adapted):
+def _query_outcomes(moved, y, is_seen, searches, frozen, adapted):
     "One row for each query of the headline gallery: its hit, neighbour and capture in both spaces, its displacement."
     parts = []
     for search, before, after in zip(searches, frozen, adapted):
@@ -53,7 +54,7 @@ def _query_outcomes(x, z, y, is_seen, searches, frozen, adapted):
     rows = queries.row.to_numpy()
     return queries.assign(
         change=queries.adapted - queries.frozen,  # fractions where neighbours tie
-        displacement=displacement(z[rows], x[rows]) if x.shape == z.shape else np.nan,
+        displacement=moved[rows],
     )
 
 
@@ -77,7 +78,7 @@ def _summarize_classes(queries, y):
     return classes.reset_index().sort_values(["change", "label"], ignore_index=True)
 
 
-def _find_examples(x, z, queries, gallery, count, device):
+def _find_examples(x, z, stored, queries, gallery, count, device):
     "At most `count` captured, lost and gained queries with the rows of their three nearest neighbours in both spaces."
     is_captured = queries.captured_adapted & ~queries.captured_frozen
     is_lost, is_gained = (queries.change < -0.5) & ~is_captured, queries.change > 0.5
@@ -89,16 +90,14 @@ def _find_examples(x, z, queries, gallery, count, device):
         parts.append(q.drop(columns=["order", "number"]).head(count))
     examples = pd.concat(parts, ignore_index=True)
     rows = examples.row.to_numpy()
-    for space, v in (("frozen", x), ("adapted", z)):
-        found: Any = knn_among_rows(v, rows, gallery, 3, device=device).I if len(rows) else []
+    for space, v, held in (("frozen", x, None), ("adapted", z, stored)):
+        found: Any = knn_among_rows(v, rows, gallery, 3, stored=held, device=device).I if len(rows) else []
         examples[f"{space}_neighbours"] = [gallery[positions[positions >= 0]] for positions in found]
     return examples
 
 # %% ../../nbs/deploy/09_report.ipynb #curve
 def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state):
-    "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z; None where d' is not d."
-    if x.shape != z.shape:
-        return None
+    "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z."
     groups = {search.group for search in searches} - {"trained on"} or {"trained on"}
     galleries = ("unseen", searches[0].gallery_name)
     shown = [i for i, s in enumerate(searches) if s.group in groups and s.gallery_name in galleries]
@@ -155,7 +154,7 @@ class Comparison(NamedTuple):
 
     evaluation: pd.DataFrame  # the table of `ega.evaluate`
     outcome_counts: pd.DataFrame  # gained, lost and unchanged queries of each group, mean displacement
-    strength_curve: pd.DataFrame | None  # evaluation of mixtures; None where the adapter changes the width
+    strength_curve: pd.DataFrame | None  # evaluation of mixtures; None where frozen and stored rows cannot be mixed
     queries: pd.DataFrame  # one line for each query of the headline gallery
     examples: pd.DataFrame  # captured, lost and gained queries with their neighbours
     classes: pd.DataFrame  # LP@1 by class; the largest loss first
@@ -173,6 +172,7 @@ def compare_spaces(
     seen: np.ndarray,  # (n,) bool: whether the adapter was trained on the class of the row
     trained_on: np.ndarray,  # (n,) bool: whether it was trained on the row itself
     *,
+    stored: np.ndarray | None = None,  # (n, d') the adapted rows as an index holds them; None: z
     max_queries: int = MAX_QUERIES,  # of each group, drawn at random
     device: str | None = None,
     random_state: int = 0,
@@ -181,23 +181,29 @@ def compare_spaces(
     if (n_labelled := int((y >= 0).sum())) < 14:
         raise InputError(f"a report needs at least 14 labelled rows, got {n_labelled}; label more")
     searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
-    frozen, adapted = ([label_hits(v, y, s.queries, s.gallery, device=device) for s in searches] for v in (x, z))
+    frozen, adapted = (
+        [label_hits(v, y, s.queries, s.gallery, stored=held, device=device) for s in searches]
+        for v, held in ((x, None), (z, stored))
+    )
     is_seen = seen | trained_on
-    queries = _query_outcomes(x, z, y, is_seen, searches, frozen, adapted)
+    is_comparable = x.shape == z.shape and stored is None  # a projection may have rotated stored rows
+    moved = displacement(z, x) if is_comparable else np.full(len(x), np.nan)
+    queries = _query_outcomes(moved, y, is_seen, searches, frozen, adapted)
     (cosine, rank), (adapted_cosine, adapted_rank) = cosine_and_rank(x), cosine_and_rank(z)
-    unlabelled = np.flatnonzero((y < 0) & (x.shape == z.shape))
     return Comparison(
         evaluation=tabulate_changes(searches, frozen, adapted, y, is_seen, random_state=random_state),
         outcome_counts=_count_outcomes(queries),
-        strength_curve=_strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state),
+        strength_curve=_strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state)
+        if is_comparable
+        else None,
         queries=queries,
-        examples=_find_examples(x, z, queries, searches[0].gallery, 12, device),
+        examples=_find_examples(x, z, stored, queries, searches[0].gallery, 12, device),
         classes=_summarize_classes(queries, y),
         mean_cosine=(cosine, adapted_cosine),
         effective_rank=(rank, adapted_rank),
         recall_curve=_ivf_recall_curve(x, z, random_state),
         labels=y,
-        unlabelled_displacement=float(displacement(z[unlabelled], x[unlabelled]).mean()) if len(unlabelled) else np.nan,
+        unlabelled_displacement=float(moved[y < 0].mean()) if (y < 0).any() else np.nan,
     )
 
 # %% ../../nbs/deploy/09_report.ipynb #tables
@@ -425,7 +431,7 @@ def write_report(
     "Compare embeddings before and after a fitted estimator and write the page."
     _check_page(path)
     x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
-    z = transform(estimator.adapter_, x, device=estimator.device)
+    z, stored = adapt_rows(estimator, x)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
     c = compare_spaces(x, z, labels, seen, trained_on, **options)
     ids, decision = None if source is None else source.ids, _describe_selection(estimator.selection_)

@@ -27,7 +27,7 @@ from ..data.files import file_lock, open_npy, read_npy_comment, reading
 from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize, read_parquet
 from ..data.runtime import defer_sigint, limit_threads, pick_device
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
-from ..method.adapters import adapter_fingerprint, transform
+from ..method.adapters import adapter_fingerprint, output_dim, transform
 from ..method.interface import as_module
 
 # %% ../../nbs/deploy/01_transform.ipynb #options
@@ -169,7 +169,7 @@ def _truncate_part(f, header, n_bytes):
 # %% ../../nbs/deploy/01_transform.ipynb #compute-rows
 def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
     "Compute the rows that are missing behind the first `done` and append them to the part file, a .npy file."
-    dtype, d, batch_size = np.dtype(options.dtype), adapter.d, options.batch_size
+    dtype, d, batch_size = np.dtype(options.dtype), output_dim(adapter), options.batch_size
     threads = 1 if pick_device(options.device).type == "cuda" else options.threads or joblib.cpu_count()
     batches_per_block = max(threads, BLOCK_BYTES // (4 * d * batch_size))  # whole batches, counted from row 0
     earlier_note = read_npy_comment(matrix.path) if matrix.path.suffix == ".npy" else ""
@@ -215,21 +215,22 @@ def _target_schema(matrix, adapter, provenance, options, part):
     import pyarrow as pa
 
     schema, note = open_parquet(matrix.path).schema_arrow, _adapter_note(adapter, provenance)
+    d = output_dim(adapter)
     i = schema.get_field_index(matrix.column)
     of_column = dict(schema.field(i).metadata or {})
     metadata = {k: v for k, v in (schema.metadata or {}).items() if k not in (b"ega", b"ARROW:schema")}
     if old := matrix.pack:
         notes = "; ".join(filter(None, [old["notes"], f"{note}, from the matrix {old['sha256'][:16]}"]))
-        pack = old | {"dtype": options.dtype, "notes": notes}
-        blocks = MatrixFile(part, matrix.n, adapter.d, stored=open_npy(part)).blocks()
+        pack = old | {"dim": d, "dtype": options.dtype, "notes": notes}
+        blocks = MatrixFile(part, matrix.n, d, stored=open_npy(part)).blocks()
         decoded = (dequantize(*quantize(z.astype(np.float32), options.dtype)) for z in blocks)
-        pack["sha256"], pack["sha256_rest"] = _pack_hashes(matrix.path, pack, (matrix.n, adapter.d), decoded)
+        pack["sha256"], pack["sha256_rest"] = _pack_hashes(matrix.path, pack, (matrix.n, d), decoded)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
     else:
         earlier = of_column.get(b"ega_adapted")
         of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `read_matrix` reads it
     item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
-    field = pa.field(matrix.column, pa.list_(item, adapter.d), nullable=False, metadata=of_column)
+    field = pa.field(matrix.column, pa.list_(item, d), nullable=False, metadata=of_column)
     return schema.set(i, field).with_metadata(metadata)
 
 
@@ -241,8 +242,9 @@ def _write_parquet(matrix, adapter, target, provenance, options):
     part = _part_file(target)
     schema = _target_schema(matrix, adapter, provenance, options, part)
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
-    size = max(1, BLOCK_BYTES // (4 * adapter.d))
-    blocks = MatrixFile(part, matrix.n, adapter.d, stored=open_npy(part)).blocks(0, size)
+    d = output_dim(adapter)
+    size = max(1, BLOCK_BYTES // (4 * d))
+    blocks = MatrixFile(part, matrix.n, d, stored=open_npy(part)).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(iter_tables(matrix.path, None, 0, size), blocks, strict=True):
@@ -266,7 +268,7 @@ def _transform_one(adapter, matrix, target, options, bar):
     part, progress = _part_file(target), progress_file(target)
     provenance = _provenance(adapter, [matrix.path], matrix.n, options)
     if matrix.pack and not progress.exists():
-        found = _pack_hashes(matrix.path, matrix.pack, (matrix.n, adapter.d), matrix.blocks())
+        found = _pack_hashes(matrix.path, matrix.pack, (matrix.n, matrix.dim), matrix.blocks())
         if found != (matrix.pack["sha256"], matrix.pack["sha256_rest"]):
             raise InputError(f"{matrix.path}: this pack was changed after writing; copy or embed it again")
     done = _start(target, provenance)

@@ -6,7 +6,7 @@
 __all__ = ['EXTRA_NEIGHBOURS_FOR_TIES', 'OWN_GALLERY', 'MAX_QUERIES', 'knn_among_rows', 'LabelHits', 'label_hits',
            'rows_with_classmate', 'LabelPrecisionChange', 'change_against_frozen', 'hash_unit_rows', 'QuerySearch',
            'plan_searches', 'tabulate_changes', 'evaluate_embeddings', 'change_in_words', 'summary_sentence', 'caveats',
-           'format_points', 'format_evaluation', 'check_fitted', 'read_rows', 'evaluate']
+           'format_points', 'format_evaluation', 'check_fitted', 'read_rows', 'adapt_rows', 'evaluate']
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-imports-code
 import hashlib
@@ -22,7 +22,7 @@ from .metrics import lp_at_k
 from .search import Neighbours, knn, loo_knn
 from .statistics import bootstrap
 from ..method.adapters import transform
-from ..method.compression import compress
+from ..method.compression import as_stored
 
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-search-code
 EXTRA_NEIGHBOURS_FOR_TIES = 8  # searched beyond k, for ties at the k-th distance
@@ -300,6 +300,12 @@ def read_rows(
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
     return x, labels, classes, seen, np.isin(hash_unit_rows(x), estimator.fit_row_hashes_)
 
+
+def adapt_rows(estimator: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:  # (n, d') each
+    "Adapted unit rows, and the same as an index holds them at the precision of the estimator; None: unchanged."
+    z, row_format = transform(estimator.adapter_, x, device=estimator.device), estimator.row_format_
+    return z, None if row_format.precision == "float32" else as_stored(z, row_format)
+
 # %% ../../nbs/measure/04_evaluation.ipynb #eval-estimator-code
 def evaluate(
     estimator: Any,
@@ -355,9 +361,6 @@ def evaluate(
     trained on    seen         60    95.0
     """
     x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
-    device = estimator.device
     options: dict[str, Any] = dict(random_state=random_state, confidence=confidence, max_queries=max_queries)
-    z, row_format = transform(estimator.adapter_, x, device=device), estimator.row_format_
-    if row_format.precision != "float32":
-        options["stored"] = compress(z, row_format)
-    return evaluate_embeddings(x, z, labels, seen, trained_on, device=device, **options)
+    z, stored = adapt_rows(estimator, x)
+    return evaluate_embeddings(x, z, labels, seen, trained_on, stored=stored, device=estimator.device, **options)

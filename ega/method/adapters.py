@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['l2_normalize', 'LinearAdapter', 'LoRAAdapter', 'ResidualMLP', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock', 'PaperEGA',
            'count_parameters', 'interpolate', 'residual', 'scale_residual', 'merge_linear',
-           'BoundedDisplacementAdapter', 'ProjectedAdapter', 'transform', 'adapter_config', 'adapter_fingerprint',
-           'write_tensors', 'read_tensors', 'save_adapter', 'load_adapter']
+           'BoundedDisplacementAdapter', 'ProjectedAdapter', 'output_dim', 'transform', 'adapter_config',
+           'adapter_fingerprint', 'write_tensors', 'read_tensors', 'save_adapter', 'load_adapter']
 
 # %% ../../nbs/method/01_adapters.ipynb #3f8d0f70
 import copy
@@ -297,6 +297,11 @@ class ProjectedAdapter(nn.Module):
         return l2_normalize(self.inner(x) @ self.projection.T)
 
 # %% ../../nbs/method/01_adapters.ipynb #transform
+def output_dim(adapter: Any) -> int:
+    "Number of columns of the rows that an adapter returns."
+    return getattr(adapter, "n_components", adapter.d)
+
+
 def transform(
     adapter: nn.Module, x: np.ndarray, *, batch_size: int = 1024, device: str | torch.device | None = None
 ) -> np.ndarray:
@@ -305,8 +310,7 @@ def transform(
     weight = next(adapter.parameters(), torch.empty(0))
     if adapter.training or weight.device != device:
         adapter = copy.deepcopy(adapter).to(device).eval()  # the caller's adapter stays unchanged
-    width: Any = getattr(adapter, "n_components", x.shape[1])
-    z = np.empty((len(x), width), np.float32)
+    z = np.empty((len(x), output_dim(adapter)), np.float32)
     with torch.no_grad():
         for i in range(0, len(x), batch_size):
             batch = torch.tensor(x[i : i + batch_size], dtype=weight.dtype, device=device)
