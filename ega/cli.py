@@ -56,6 +56,8 @@ def _read_set(path, column):
     from ega.data.packs import EmbeddingSet
 
     matrix = _open_matrix(path, column)
+    if matrix.embedding_set is None:
+        print(f"{path} holds no ids: ids of pairs are taken as its row numbers, from 0", file=sys.stderr)
     return matrix.embedding_set or EmbeddingSet(matrix.array(), np.full(matrix.n, -1))
 
 

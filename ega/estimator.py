@@ -32,6 +32,7 @@ from ega.data.arrays import (
     InputError,
     check_feature_names,
     check_index,
+    check_label_column,
     check_matrix,
     check_rows_per_class,
     check_X,
@@ -372,7 +373,13 @@ class _BaseAdapter(BaseEstimator):
         if Path(name).is_dir():
             return cls.load(name)
         hub = import_optional("huggingface_hub", "hub")
-        return cls.load(hub.snapshot_download(name, allow_patterns=["adapter.*"], **kwargs))
+        try:
+            folder = hub.snapshot_download(name, allow_patterns=["adapter.*"], **kwargs)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{name}: no such folder, and no repository that can be read ({short_error(error)})"
+            ) from error
+        return cls.load(folder)
 
 # %% ../nbs/adapt/02_estimator.ipynb #ega
 class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseAdapter):
@@ -549,10 +556,9 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     def _check_rows(self, X, y, unlabelled, dim=None):
         "Unit rows, the position of each label in the classes (n,), and the classes."
         check_index(X, y)
-        rows, name = UnitRows(X, dim=dim), getattr(y, "name", None)
+        rows = UnitRows(X, dim=dim)
         labels, classes = check_y(y, len(rows), unlabelled=unlabelled)
-        if name is not None and name in getattr(X, "columns", ()) and np.array_equal(X[name], y):
-            raise InputError(f"X has the column {name!r} of the labels, which would be fitted on; drop it from X")
+        check_label_column(X, labels)
         return rows, labels, classes
 
     def _select(self, rows, y, n_classes, progress):

@@ -17,7 +17,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .data.arrays import InputError, check_index, check_matrix, check_rows_per_class, check_X, check_y, rows_by_class
+from ega.data.arrays import (
+    InputError,
+    check_index,
+    check_label_column,
+    check_matrix,
+    check_rows_per_class,
+    check_X,
+    check_y,
+    rows_by_class,
+)
 from .data.runtime import limit_threads, linear, spawn_rngs
 from .measure.evaluation import format_points, label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
@@ -283,6 +292,7 @@ def estimate_gain(
     check_index(X, y)
     a = check_matrix(X)
     labels, classes = check_y(y, len(a), unlabelled=unlabelled)
+    check_label_column(X, labels)
     check_rows_per_class(labels, classes)
     known = labels >= 0
     if len(classes) < 2 or not len(rows_with_classmate(labels, np.flatnonzero(known))):

@@ -605,9 +605,13 @@ def _check_negatives(negatives, queries, documents, pairs):
     "None, a number of nearest documents, or (m, 2) query rows and document rows, for all queries of the pairs."
     if negatives is None or isinstance(negatives, int) and negatives > 0:
         return negatives
+    relevant = pairs[pairs[:, 2] > 0, :2] @ [len(documents), 1]
     negatives = np.unique(check_pairs(negatives, len(queries), len(documents))[:, :2], axis=0)
+    negatives = negatives[~np.isin(negatives @ [len(documents), 1], relevant)]
     if n_lacking := len(np.setdiff1d(queries_with_relevant(pairs), negatives[:, 0])):
-        raise InputError(f"negatives must name a document for every query of the pairs, {n_lacking} have none")
+        raise InputError(
+            f"negatives must name a document that is not relevant for every query of the pairs, {n_lacking} have none"
+        )
     return negatives
 
 

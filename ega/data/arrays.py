@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['InputError', 'import_optional', 'optional_class', 'short_repr', 'normalize', 'check_X', 'check_matrix',
            'iter_unit_rows', 'rows_by_class', 'check_y', 'parse_label_fields', 'match_classes', 'check_rows_per_class',
-           'check_feature_names', 'check_index']
+           'check_feature_names', 'check_index', 'check_label_column']
 
 # %% ../../nbs/data/01_arrays.ipynb #exported-imports
 import importlib
 import re
 import shlex
-from collections import Counter
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +246,11 @@ def _check_fractions(numbers):
         )
 
 
+def _folded(text):
+    "A text in lower case, in one Unicode form and without blanks around it."
+    return unicodedata.normalize("NFC", text.rstrip("\0").strip().casefold())
+
+
 def _to_classes(values):  # (C,) int64 or str, ascending
     "Sort distinct labels into an array of classes; `InputError` if they are not all integers or all texts."
     texts = sorted(value for value in values if isinstance(value, str))
@@ -255,9 +260,9 @@ def _to_classes(values):  # (C,) int64 or str, ascending
     if texts:
         written: dict[str, str] = {}
         for text in texts:
-            if (other := written.setdefault(text.rstrip("\0").strip().casefold(), text)) != text:
+            if (other := written.setdefault(_folded(text), text)) != text:
                 raise InputError(
-                    f"labels {other!r} and {text!r} differ only in case or blanks; write or name them apart"
+                    f"labels {other!r} and {text!r} differ only in case, blanks or Unicode form; rename one"
                 )
         return np.array(texts)
     _check_fractions(numbers)
@@ -322,7 +327,7 @@ _INTEGER = re.compile("-?[0-9]+")
 def _as_written(text):
     "What all spellings of a label share: 7 of 7, 007 and 7.0, else the text in lower case without blanks around it."
     match = re.fullmatch(r"(-?)0*([0-9]+)(?:\.0*)?", text)
-    return match[1] + match[2] if match else text.strip().casefold()
+    return match[1] + match[2] if match else _folded(text)
 
 
 def match_classes(classes: np.ndarray, fitted: np.ndarray) -> np.ndarray:
@@ -389,13 +394,28 @@ def check_feature_names(estimator: Any, X: Any, *, reset: bool) -> None:
 
 
 def check_index(X: Any, y: Any) -> None:
-    """Raise `InputError` if X and y were exchanged, or have the same index in another order.
+    """Raise `InputError` if X and y were exchanged, or have indexes that differ but share some names.
 
-    Rows are matched by position, so labels would go to other rows. Another index, such as 0, 1, ..., is accepted.
+    Rows are matched by position, so labels would go to other rows.
     """
     if len(getattr(X, "shape", ())) == 1 and len(getattr(y, "shape", ())) == 2:
         raise InputError(f"X has shape {X.shape} and y has {y.shape}, expected (n, d) and (n,): were they exchanged?")
     if not (hasattr(X, "iloc") and hasattr(y, "iloc")) or len(X) != len(y) or X.index.equals(y.index):
         return
-    if Counter(X.index) == Counter(y.index):
-        raise InputError("X and y have the same index in another order; align them: y = y.loc[X.index]")
+    if X.index.isin(y.index).any():
+        advice = "align them, y = y.loc[X.index], or pass y.to_numpy() if the rows of both are in the same order"
+        raise InputError(f"X and y are matched by position, but their indexes differ; {advice}")
+
+
+def check_label_column(X: Any, labels: np.ndarray) -> None:
+    "Raise `InputError` if a column of a table holds one whole number for each class: its labels would be fitted on."
+    if not hasattr(X, "columns"):
+        return
+    known = labels >= 0
+    a, labels = np.asarray(X)[known], labels[known]
+    of_class = a[np.unique(labels, return_index=True)[1]]  # a row of each class
+    for column in np.flatnonzero((of_class == np.floor(of_class)).all(0)):
+        values = of_class[:, column]
+        if len(np.unique(values)) == len(values) and np.array_equal(values[labels], a[:, column]):
+            name = getattr(X, "column_names", X.columns)[column]
+            raise InputError(f"column {name!r} of X holds the labels, which would be fitted on; drop it from X")

@@ -27,7 +27,12 @@ from .packs import EmbeddingSet, read_pack, read_parquet, write_pack
 # %% ../../nbs/data/08_relevance.ipynb #d01f8fe1
 def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
     "Query rows, document rows and grades (1 if there are two columns) as int64 (m, 3); equal pairs once, in order."
-    a = np.asarray(pairs, dtype=np.float64)
+    if isinstance(pairs, pd.DataFrame) and {"query", "document"} <= set(pairs):
+        pairs = pairs[[name for name in ("query", "document", "grade") if name in pairs]]
+    a = np.asarray(pairs)
+    if texts := [value for value in a.flat if isinstance(value, str)] if a.dtype.kind in "OU" else []:
+        raise InputError(f"pairs must hold row numbers, got the text {texts[0]!r}; match_pairs finds the rows of ids")
+    a = a.astype(np.float64)
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")
     limits = (n_queries, n_documents, 2**31)[: a.shape[1]]

@@ -360,6 +360,8 @@ def evaluate(
     trained on   mixed         60    91.7
     trained on    seen         60    95.0
     """
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence must be in (0, 1), got {confidence}")
     x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     options: dict[str, Any] = dict(random_state=random_state, confidence=confidence, max_queries=max_queries)
     z, stored = adapt_rows(estimator, x)

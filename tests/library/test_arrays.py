@@ -3,6 +3,7 @@
 import doctest
 import subprocess
 import sys
+import unicodedata
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from ega.data.arrays import (
     InputError,
     check_feature_names,
     check_index,
+    check_label_column,
     check_matrix,
     check_rows_per_class,
     check_X,
@@ -126,8 +128,8 @@ NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",
 def test_texts_round_trip_or_two_spellings_are_refused(names):
     present = set(names) - {None, ""}
     for container in (names, np.array(names, dtype=object), pd.Series(names, dtype=object)):
-        if len({name.strip().casefold() for name in present}) < len(present):
-            with pytest.raises(InputError, match="case or blanks"):
+        if len({unicodedata.normalize("NFC", name.strip().casefold()) for name in present}) < len(present):
+            with pytest.raises(InputError, match="case, blanks"):
                 check_y(container, unlabelled=[])
             continue
         y, classes = check_y(container, unlabelled=[])
@@ -300,14 +302,27 @@ def test_columns_in_another_order_are_refused(make):
         check_feature_names(estimator, exchanged, reset=False)
 
 
-def test_an_index_in_another_order_and_exchanged_arguments_are_refused():
+def test_indexes_that_differ_but_share_names_and_exchanged_arguments_are_refused():
     frame = pd.DataFrame(np.eye(4), index=list("abcd"))
-    for index in (list("abcd"), range(4), list("wxyz"), list("abcx")):
+    for index in (list("abcd"), range(4), list("wxyz")):
         check_index(frame, pd.Series([0, 0, 1, 1], index=index))
     check_index(np.eye(4), pd.Series([0, 0, 1, 1], index=list("badc")))
-    for X, y in ((frame, pd.Series([0, 0, 1, 1], index=list("badc"))), (np.arange(4), np.eye(4))):
+    labels = [pd.Series([0, 0, 1, 1], index=list(index)) for index in ("badc", "abcx")]
+    for X, y in [*((frame, y) for y in labels), (np.arange(4), np.eye(4))]:
         with pytest.raises(InputError):
             check_index(X, y)
+
+
+@pytest.mark.parametrize("column", ["label", "class"])
+@pytest.mark.parametrize("make", [pd.DataFrame, pa.Table.from_pandas])
+def test_a_table_with_the_column_of_the_labels_is_refused(column, make):
+    y = np.array([4, -1, 4, 9, 2, 9])
+    labels, classes = check_y(y)
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(6, 3)), columns=list("xyz"))
+    check_label_column(make(frame.assign(size=[1, 1, 2, 3, 2, 3])), labels)  # whole numbers that are no classes
+    values = y if column == "label" else np.array([30, 10, 20])[labels]
+    with pytest.raises(InputError, match=column):
+        check_label_column(make(frame.assign(**{column: values})), labels)
 
 
 def test_a_missing_package_is_named_with_its_extra_and_other_import_errors_pass(tmp_path, monkeypatch):

@@ -405,6 +405,9 @@ def test_upload_and_download_without_a_network(fitted, tmp_path, monkeypatch):
     loaded = EmbeddingAdapter.from_pretrained("me/adapter", revision="v1")
     assert np.array_equal(loaded.transform(x), e.transform(x))
     assert fetched == [("me/adapter", {"allow_patterns": ["adapter.*"], "revision": "v1"})]  # and nothing else
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: open(tmp_path / "not here"))
+    with pytest.raises(InputError, match="nobody/nothing"):
+        EmbeddingAdapter.from_pretrained("nobody/nothing")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert EmbeddingAdapter.from_pretrained(str(tmp_path / "r")).fingerprint_ == e.fingerprint_  # a local folder
 

@@ -122,6 +122,12 @@ def test_wrong_pairs(pairs):
         check_pairs(pairs, 3, 5)
 
 
+def test_named_columns_of_pairs_are_read_by_name():
+    table = pd.DataFrame({"document": [4, 3], "grade": [2, 0], "query": [0, 1]})
+    assert check_pairs(table, 3, 5).tolist() == [[0, 4, 2], [1, 3, 0]]
+    assert check_pairs(table.set_axis(["a", "b", "c"], axis=1), 5, 3).tolist() == [[4, 2, 0], [3, 0, 1]]
+
+
 def make_beir(folder, **changed):
     files = {
         "corpus.jsonl": '{"_id": "01", "title": "cab", "text": "a"}\n{"_id": "1", "title": "", "text": "bb"}',
