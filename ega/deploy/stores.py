@@ -38,7 +38,7 @@ class Changes(NamedTuple):
 
 def _changed(a, b):
     "Row numbers in which two matrices differ by more than rounding."
-    return np.flatnonzero(np.abs(a - b).max(1) > 1e-5)
+    return np.flatnonzero(~(np.abs(a - b).max(1) <= 1e-5))  # also where a row was 0 and is now nan
 
 
 def _check_width(width, expected):
@@ -418,12 +418,20 @@ class QdrantStore(Store):
         _check_width(self._width(), es.dim)
         return [str(uuid.uuid5(uuid.NAMESPACE_OID, name)) for name in es.ids.tolist()]
 
-    def _put(self, keys, es, is_new):  # a point that is written again loses its adapted vectors
-        columns = {"id": es.ids.tolist()} | _rows_of_set(es)
+    def _put(self, keys, es, is_new):
+        columns, vectors = {"id": es.ids.tolist()} | _rows_of_set(es), [{"": x} for x in es.x.tolist()]
         payloads = [dict(zip(columns, values)) for values in zip(*columns.values())]
-        points = zip(keys, es.x.tolist(), payloads)
-        new = [self._models.PointStruct(id=key, vector={"": x}, payload=payload) for key, x, payload in points]
-        self.client.upsert(self.collection, new)
+        if is_new:
+            points = zip(keys, vectors, payloads)
+            new = [self._models.PointStruct(id=key, vector=x, payload=payload) for key, x, payload in points]
+            self.client.upsert(self.collection, new)
+            return
+        if adapted := self.versions()[1:]:
+            self.client.delete_vectors(self.collection, adapted, keys)
+        changed = [self._models.PointVectors(id=key, vector=x) for key, x in zip(keys, vectors)]
+        self.client.update_vectors(self.collection, changed)
+        for key, payload in zip(keys, payloads):  # other fields of the payload stay
+            self.client.set_payload(self.collection, payload, [key])
 
     def _rows(self, versions, lacking=None, batch_size=512):
         names, offset = [self._name(version) for version in versions], None

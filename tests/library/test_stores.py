@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import uuid
 
 import cranfield
 import numpy as np
@@ -105,6 +106,8 @@ def test_added_embeddings_are_counted_and_changed_ones_replaced(store, kind, tmp
     store.activate(store.migrate(WHITENING))
     changed = x.copy()
     changed[[8, 30]] = xq[:2]
+    if kind == "qdrant":  # a field that another program wrote
+        store.client.set_payload("t", {"price": 5}, [str(uuid.uuid5(uuid.NAMESPACE_OID, str(SET.ids[8])))])
     es = EmbeddingSet(
         np.r_[changed[:100], xq[2:3]], [*y[:100], 3], [*SET.ids[:100], "new"], [""] * 101, SET.classes, META
     )
@@ -118,6 +121,8 @@ def test_added_embeddings_are_counted_and_changed_ones_replaced(store, kind, tmp
     store.migrate(WHITENING)
     found = store.search(WHITENING, xq[:3], 1)
     assert found.I[:, 0].tolist() == [SET.ids[8], SET.ids[30], "new"] and found.D.max() < 1e-6
+    if kind == "qdrant":
+        assert store.rows(WHITENING, xq[:1], 1)[0][0].payload["price"] == 5
     assert store.add(es) == Changes(0, 0, 101)
 
 
