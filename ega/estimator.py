@@ -61,6 +61,7 @@ from ega.method.adapters import (
     load_adapter,
     save_adapter,
     transform,
+    with_projection,
 )
 from .method.closed_form import ClassStatistics
 from .method.compression import PRECISIONS, RowFormat, fit_projection, formats_within
@@ -191,6 +192,9 @@ class _BaseAdapter(BaseEstimator):
         "random_state": [Interval(Integral, 0, None, closed="left")],
         "n_jobs": [None, Interval(Integral, 1, None, closed="left"), Interval(Integral, None, -1, closed="right")],
         "verbose": ["verbose", "boolean"],
+        "max_bytes": [None, Interval(Integral, 1, None, closed="left")],
+        "n_components": [None, Interval(Integral, 1, None, closed="left")],
+        "precision": [StrOptions(set(PRECISIONS))],
     }
 
     def _check_settings(self):
@@ -207,10 +211,29 @@ class _BaseAdapter(BaseEstimator):
         names = ("max_unseen_loss", "unseen_share", "confidence", "strengths", "random_state", "n_jobs")
         return {name: getattr(self, name) for name in names} | {"n_folds": self.cv, "device": pick_device(self.device)}
 
-    def _select_without_comparison(self, name, config, n):
+    def _formats(self, d):
+        "The formats of rows of d components that are compared."
+        if self.max_bytes is not None:
+            if self.n_components is not None or self.precision != "float32":
+                raise InputError("max_bytes chooses n_components and precision; leave these out")
+            return formats_within(self.max_bytes, d)
+        if self.n_components is not None and self.n_components > d:
+            raise InputError(f"n_components must be at most the {d} columns of X, got {self.n_components}")
+        return [RowFormat(self.n_components or d, self.precision)]
+
+    def _select_without_comparison(self, name, config, n, d):
         "The Selection of a candidate at full strength; n: classes, or queries."
+        formats = self._formats(d)
+        if len(formats) > 1:
+            raise InputError("max_bytes is met by a comparison; set max_unseen_loss, or n_components and precision")
         reason, strength = "fitted without comparison, because max_unseen_loss is None", float(name != "frozen")
-        return Selection(reason, None, self.confidence, n, name, strength, config)
+        row_format = None if formats == [RowFormat(d)] else formats[0]
+        return Selection(reason, None, self.confidence, n, name, strength, config, row_format)
+
+    def _warn_of_float_rows(self, selection, d):
+        "Warn where smaller rows were asked for, and the frozen embeddings are kept instead."
+        if selection.frozen and self._formats(d) != [RowFormat(d)]:
+            warnings.warn(f"rows stay float32, {4 * d:,} bytes each: {selection.reason}", stacklevel=3)
 
     def _replace_fitted(self, fitted):
         "Take over the attributes of a fit that succeeded; returns the estimator."
@@ -478,9 +501,6 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
         "method": [str, tuple, list],
         "candidates": [list, tuple],
-        "max_bytes": [Interval(Integral, 1, None, closed="left"), None],
-        "n_components": [Interval(Integral, 1, None, closed="left"), None],
-        "precision": [StrOptions(set(PRECISIONS))],
     }
 
     def __init__(
@@ -548,6 +568,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             # numbered as they occur, so that neither names nor order of the classes change the result
             numbers[known], label_of_number = pd.factorize(labels[known])
             fitted.selection_ = self._select(rows, numbers, len(fitted.classes_), progress)
+            self._warn_of_float_rows(fitted.selection_, rows.shape[1])
             fitted.adapter_, statistics = self._fit_selected(fitted.selection_, rows, numbers, progress)
             progress.finish()
         fitted.statistics_ = statistics and statistics.relabel(label_of_number[statistics.classes])
@@ -565,32 +586,14 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         "Select a method and a strength."
         if self.max_unseen_loss is not None:
             candidates = self.candidates if self.method == "auto" else (self.method,)
-            formats = self._formats(rows.shape[1])
-            settings = self._selection_settings() | {"formats": formats}
-            selection = select_adapter(rows, y, candidates, progress=progress, **settings)
-            if selection.frozen and formats != [RowFormat(rows.shape[1])]:
-                warnings.warn(f"rows stay float32, {4 * rows.shape[1]:,} bytes each: {selection.reason}", stacklevel=3)
-            return selection
+            settings = self._selection_settings() | {"formats": self._formats(rows.shape[1])}
+            return select_adapter(rows, y, candidates, progress=progress, **settings)
         if self.method == "auto":
             raise InputError("method='auto' needs a max_unseen_loss; set one, or name a method")
         name, config = resolve_candidate(self.method, random_state=self.random_state)
         if n_classes < 2 and name != "frozen":
             raise InputError(f"{name} needs labelled rows of at least two classes, got {n_classes}; label more rows")
-        formats, full = self._formats(rows.shape[1]), RowFormat(rows.shape[1])
-        if len(formats) > 1:
-            raise InputError("max_bytes is met by a comparison; set max_unseen_loss, or n_components and precision")
-        selection = self._select_without_comparison(name, config, n_classes)
-        return selection if formats == [full] else replace(selection, row_format=formats[0])
-
-    def _formats(self, d):
-        "The formats of rows of d components that are compared."
-        if self.max_bytes is not None:
-            if self.n_components is not None or self.precision != "float32":
-                raise InputError("max_bytes chooses n_components and precision; leave these out")
-            return formats_within(self.max_bytes, d)
-        if self.n_components is not None and self.n_components > d:
-            raise InputError(f"n_components must be at most the {d} columns of X, got {self.n_components}")
-        return [RowFormat(self.n_components or d, self.precision)]
+        return self._select_without_comparison(name, config, n_classes, rows.shape[1])
 
     def _fit_selected(self, selection, rows, y, progress):
         "The selected adapter, and the statistics of the labelled rows, or None where no update is possible."
@@ -608,9 +611,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         options = dict(strength=selection.strength, statistics=statistics, device=self.device)
         adapter = fit_adapter(config, x, y, on_epoch=progress.epoch, **options)
         if selection.row_format:
-            projection = fit_projection(transform(adapter, x, device=self.device), selection.row_format)
-            if projection is not None:
-                adapter = ProjectedAdapter(adapter, torch.from_numpy(projection)).eval()
+            z = transform(adapter, x, device=self.device)
+            adapter = with_projection(adapter, fit_projection(z, selection.row_format))
         return adapter, statistics if can_update(config, selection.strength) else None
 
     def transform(self, X: Any) -> Any:

@@ -35,9 +35,9 @@ from .estimator import EmbeddingAdapter, UnitRows, _BaseAdapter, saved_path
 from .measure.evaluation import change_against_frozen, change_in_words, hash_unit_rows
 from .measure.ranking import ranking_metrics
 from .measure.search import knn
-from .method.adapters import LinearAdapter, merge_linear, transform
+from .method.adapters import LinearAdapter, merge_linear, transform, with_projection
 from .method.closed_form import shrunk_inverse_power
-from .method.compression import RowFormat
+from .method.compression import RowFormat, as_stored, fit_projection, project
 from .method.config import TrainConfig
 from .method.methods import AdapterPath
 from .method.training import LossOutput, Objective, train
@@ -344,8 +344,16 @@ def pair_folds(
     return folds
 
 # %% ../nbs/adapt/03_pairs.ipynb #fe4bf73d
-def _compare_pairs_on_fold(queries, documents, pairs, fold, candidates, *, strengths, negatives, device, **shown):
-    "Compare candidates with the frozen embeddings by nDCG@10 on one fold, at every strength."
+def _as_stored_in(formats, zd):
+    "{format: the projection of both sides, and adapted documents as they are stored}."
+    projections = {row_format: fit_projection(zd, row_format) for row_format in formats}
+    return {row_format: (p, as_stored(project(zd, p), row_format)) for row_format, p in projections.items()}
+
+
+def _compare_pairs_on_fold(
+    queries, documents, pairs, fold, candidates, *, strengths, formats, negatives, device, **shown
+):
+    "Compare candidates with the frozen embeddings by nDCG@10 on one fold, at every strength and format."
     rows, k = np.r_[fold.known, fold.new], min(10, len(documents))
     is_named = np.isin(np.arange(len(documents)), fold.train_pairs[:, 1])
 
@@ -355,14 +363,14 @@ def _compare_pairs_on_fold(queries, documents, pairs, fold, candidates, *, stren
         return measures[f"ndcg@{k}"], (measures[f"mrr@{k}"] < 1) & is_named[found[:, 0]]
 
     def search(path):
-        zd, found = None, {}
+        stored, found = {}, {}
         for s in (s for s in strengths if s > 0 or path.query.start):  # without a start 0 is frozen
             query_adapter, document_adapter = path.at(s)
-            if zd is None or not path.document_is_fixed:
-                zd = transform(document_adapter, documents, device=device)
-            found[s, RowFormat(documents.shape[1])] = measure(
-                transform(query_adapter, queries[rows], device=device), zd
-            )
+            zq = transform(query_adapter, queries[rows], device=device)
+            if not stored or not path.document_is_fixed:
+                stored = _as_stored_in(formats, transform(document_adapter, documents, device=device))
+            for row_format, (projection, zd) in stored.items():
+                found[s, row_format] = measure(project(zq, projection), zd)
         return found
 
     given = dict(queries=queries, documents=documents, pairs=fold.train_pairs, negatives=negatives, device=device)
@@ -408,6 +416,7 @@ def select_pair_adapter(
     unseen_share: float = 0.5,  # share of the queries that is expected to ask for new documents
     confidence: float = 0.95,  # of the one-sided lower bounds, for one candidate and strength named in advance
     strengths: Sequence[float] = STRENGTHS,  # 1 is the fitted candidate; for side "two" 0 is its whitening
+    formats: "Sequence[RowFormat] | None" = None,  # in which documents are stored; None: all components as float32
     n_folds: int = 4,  # parts of the queries, each held out twice
     random_state: int = 0,  # seed of the folds, the training and the bootstrap
     n_jobs: int | None = None,  # folds at a time; any number gives the same result
@@ -424,12 +433,13 @@ def select_pair_adapter(
         return Selection(reason, max_unseen_loss, confidence, n_clusters)
     documents, pairs, groups, negatives = _thin_documents(documents, pairs, groups, negatives, rngs.split)
     folds, clusters = pair_folds(pairs, groups, rngs.split, n_folds=n_folds), _clusters(pairs, groups)
-    given = dict(candidates=candidates, strengths=strengths, negatives=negatives, device=device)
+    full = RowFormat(documents.shape[1])
+    given: dict[str, Any] = dict(candidates=candidates, strengths=strengths, formats=formats or [full])
+    given |= dict(negatives=negatives, device=device)
     compare = partial(_compare_pairs_on_fold, queries, documents, pairs, **given)
     of_queries = [clusters[rows] for rows in join_parts((fold.known, fold.new) for fold in folds)]
     options: dict[str, Any] = dict(n_classes=n_clusters, rng=rngs.eval, n_jobs=n_jobs, progress=progress)
     names = ("queries for known documents", "queries for new documents")
-    full = RowFormat(documents.shape[1])
     return select(candidates, folds, compare, of_queries, limits, full, min_seen=MIN_CLASSES, names=names, **options)
 
 # %% ../nbs/adapt/03_pairs.ipynb #pair-adapter
@@ -454,6 +464,8 @@ class PairAdapter(_BaseAdapter):
         Strengths in [0, 1] that are compared: 1 is the fitted candidate; for "two" 0 is its whitening.
     cv : int, default=4
         Number of parts of the queries, each held out twice.
+    max_bytes, n_components, precision : as in `EmbeddingAdapter`
+        Size of a stored document; queries stay float32.
     confidence, random_state, n_jobs, device, verbose : as in `EmbeddingAdapter`
         Settings of the comparison and of the fit.
 
@@ -501,6 +513,9 @@ class PairAdapter(_BaseAdapter):
         unseen_share: float = 0.5,
         confidence: float = 0.95,
         strengths: Sequence[float] = STRENGTHS,
+        max_bytes: int | None = None,
+        n_components: int | None = None,
+        precision: str = "float32",
         cv: int = 4,
         random_state: int = 0,
         n_jobs: int | None = None,
@@ -512,6 +527,9 @@ class PairAdapter(_BaseAdapter):
         self.unseen_share = unseen_share
         self.confidence = confidence
         self.strengths = strengths
+        self.max_bytes = max_bytes
+        self.n_components = n_components
+        self.precision = precision
         self.cv = cv
         self.random_state = random_state
         self.n_jobs = n_jobs
@@ -560,11 +578,16 @@ class PairAdapter(_BaseAdapter):
             query_digest, fitted.fit_row_hashes_ = xq.hashes(in_pairs[0])
             document_digest, fitted.fit_document_hashes_ = xd.hashes(in_pairs[1])
             fitted.selection_ = selection = self._select(xq, xd, pairs, groups, negatives, progress)
+            self._warn_of_float_rows(selection, d)
             adapters: Any = [LinearAdapter(d).eval() for _ in range(2)]
             if not selection.frozen:
                 progress.start(f"{selection.method} on all {len(pairs)} pairs")
                 options: dict[str, Any] = dict(negatives=negatives, device=self.device, on_epoch=progress.epoch)
                 adapters = fit_pair_path(selection.config, xq, xd, pairs, **options).at(selection.strength)
+                if selection.row_format:
+                    sample = xd[np.linspace(0, len(xd) - 1, min(len(xd), _MAX_DOCUMENTS)).astype(int)]
+                    z = transform(adapters[1], sample, device=self.device)
+                    adapters = [with_projection(a, fit_projection(z, selection.row_format)) for a in adapters]
             progress.finish()
         fitted.query_adapter_, fitted.document_adapter_ = adapters
         data = hash_arrays(pairs) + query_digest + document_digest
@@ -576,11 +599,12 @@ class PairAdapter(_BaseAdapter):
         candidates = pair_candidates(self.side, seed=self.random_state)
         if self.max_unseen_loss is not None:
             options = dict(groups=groups, negatives=negatives, progress=progress, **self._selection_settings())
+            options["formats"] = self._formats(queries.shape[1])
             return select_pair_adapter(queries[:], documents, pairs, candidates, **options)
         if self.side == "auto":
             raise InputError("side='auto' needs a max_unseen_loss; set one, or name a side")
         name, config = next(iter(candidates.items()))
-        return self._select_without_comparison(name, config, len(queries_with_relevant(pairs)))
+        return self._select_without_comparison(name, config, len(queries_with_relevant(pairs)), queries.shape[1])
 
     def transform_queries(self, X: Any) -> Any:
         "Adapt embeddings of queries, into the container they came in."
@@ -645,7 +669,8 @@ def _measure_queries(estimator, queries, documents, pairs, k):
         "fitted queries": is_fitted,
     }
     groups = {name: members for name, members in groups.items() if members.any()}
-    searched = [(xq, xd), (estimator.transform_queries(xq), estimator.transform_documents(xd))]
+    stored = as_stored(estimator.transform_documents(xd), estimator.row_format_)
+    searched = [(xq, xd), (estimator.transform_queries(xq), stored)]
     frozen, adapted = (ranking_metrics(knn(zq, zd, k).I, pairs, queries=rows, k=k) for zq, zd in searched)
     return _QueryMeasures(pairs, rows, groups, frozen, adapted, searched)
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['l2_normalize', 'LinearAdapter', 'LoRAAdapter', 'ResidualMLP', 'ReleasedEGA', 'AblatedEGA', 'GatedBlock', 'PaperEGA',
            'count_parameters', 'interpolate', 'residual', 'scale_residual', 'merge_linear',
-           'BoundedDisplacementAdapter', 'ProjectedAdapter', 'output_dim', 'transform', 'adapter_config',
-           'adapter_fingerprint', 'write_tensors', 'read_tensors', 'save_adapter', 'load_adapter']
+           'BoundedDisplacementAdapter', 'ProjectedAdapter', 'with_projection', 'output_dim', 'transform',
+           'adapter_config', 'adapter_fingerprint', 'write_tensors', 'read_tensors', 'save_adapter', 'load_adapter']
 
 # %% ../../nbs/method/01_adapters.ipynb #3f8d0f70
 import copy
@@ -295,6 +295,11 @@ class ProjectedAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return l2_normalize(self.inner(x) @ self.projection.T)
+
+
+def with_projection(adapter: nn.Module, projection: "np.ndarray | None") -> nn.Module:
+    "The adapter, followed by a projection (k, d) if there is one, in eval mode."
+    return adapter if projection is None else ProjectedAdapter(adapter, torch.from_numpy(projection)).eval()
 
 # %% ../../nbs/method/01_adapters.ipynb #transform
 def output_dim(adapter: Any) -> int:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from sklearn.decomposition import TruncatedSVD
 
-from ega import AdaptedIndex, EmbeddingAdapter, EmbeddingSet, InputError, evaluate, normalize, write_pack
+from ega import AdaptedIndex, EmbeddingAdapter, EmbeddingSet, InputError, PairAdapter, evaluate, normalize, write_pack
 from ega.data.datasets import patch_torchvision
 from ega.data.vectors import read_matrix
 from ega.deploy.report import compare_spaces
@@ -25,6 +25,7 @@ from ega.method.compression import (
 )
 from ega.method.interface import as_adapter
 from ega.method.methods import fit_path
+from ega.pairs import evaluate_pairs
 from ega.selection import compare_on_fold, leave_classes_out, resolve_candidate
 
 
@@ -205,3 +206,47 @@ def test_a_report_compares_stored_rows_and_no_coordinates_of_rotated_ones():
     assert comparison.strength_curve is None and comparison.queries.displacement.isna().all()
     floats = compare_spaces(x, z, labels, seen, trained_on)
     assert not floats.evaluation.adapted.equals(comparison.evaluation.adapted)
+
+
+def planted_pairs(d=32):
+    "Queries that differ from their documents along a quarter of the directions."
+    rng = np.random.default_rng(2)
+    documents, owner = rng.normal(size=(80, d)), np.repeat(np.arange(80), 2)
+    noise = rng.normal(size=(160, d)) * np.r_[np.full(d // 4, 2.0), np.full(d - d // 4, 0.1)]
+    return normalize(documents[owner] + noise), normalize(documents), np.column_stack([np.arange(160), owner])
+
+
+@pytest.mark.parametrize("side", ["query", "document", "both", "two"])
+def test_pairs_are_measured_with_documents_as_they_are_stored(side, tmp_path):
+    queries, documents, pairs = planted_pairs()
+    full = PairAdapter(side, max_unseen_loss=None).fit(queries, documents, pairs)
+    small = PairAdapter(side, max_unseen_loss=None, n_components=24, precision="binary").fit(queries, documents, pairs)
+    zd = full.transform_documents(documents)
+    projection = fit_projection(zd, RowFormat(24, "binary"))
+    assert np.allclose(small.transform_documents(documents), project(zd, projection), atol=1e-5)
+    assert np.allclose(
+        small.transform_queries(queries), project(full.transform_queries(queries), projection), atol=1e-5
+    )
+    small.save(tmp_path / "a")
+    loaded = PairAdapter.load(tmp_path / "a")
+    assert loaded.row_format_ == RowFormat(24, "binary") and loaded.fingerprint_ == small.fingerprint_
+    scores = small.transform_queries(queries) @ as_stored(small.transform_documents(documents), small.row_format_).T
+    rank = (scores > scores[np.arange(160), pairs[:, 1]][:, None]).sum(1)
+    ndcg = 100 * np.where(rank < 10, 1 / np.log2(2 + rank), 0).mean()
+    table = evaluate_pairs(small, queries, documents, pairs).set_index(["group", "measure"])
+    assert abs(table.adapted["fitted queries", "ndcg@10"] - ndcg) < 0.1
+    adapted = as_adapter(tmp_path / "a")
+    assert adapted.documents.output_dim == adapted.queries.output_dim == 24
+
+
+def test_a_budget_chooses_the_format_of_documents():
+    queries, documents, pairs = planted_pairs()
+    adapter = PairAdapter("both", max_bytes=16, strengths=(0.5, 1.0)).fit(queries, documents, pairs)
+    table = adapter.selection_.table
+    assert set(table.precision[1:]) == {"int8", "binary"} and (table.n_bytes[1:] <= 16).all()
+    assert not adapter.frozen_ and adapter.row_format_.n_bytes <= 16
+    with pytest.warns(UserWarning, match="128 bytes"):
+        assert PairAdapter("both", max_bytes=1).fit(queries, documents, pairs).frozen_
+    for settings in (dict(max_bytes=16, max_unseen_loss=None), dict(n_components=33, max_unseen_loss=None)):
+        with pytest.raises(InputError):
+            PairAdapter("both", **settings).fit(queries, documents, pairs)
