@@ -192,6 +192,7 @@ def _fit(args):
     if args.json:
         result = {name: getattr(selection, name) for name in ("method", "strength", "reason", "n_classes")}
         result |= {"frozen": adapter.frozen_, "out": args.out, "fingerprint": adapter.fingerprint_}
+        result |= adapter.row_format_._asdict() | {"n_bytes": adapter.row_format_.n_bytes}
         print(json.dumps(result | {"table": _records(selection.table)}))
         return
     if len(selection.table):
@@ -209,7 +210,7 @@ def _fit(args):
 # %% ../nbs/deploy/10_cli.ipynb #fit-estimator
 def _new_estimator(args, estimator_class, method_or_side):
     "An estimator with the settings of the command; those that were not given have their defaults."
-    names = ("max_unseen_loss", "unseen_share", "confidence", "n_jobs", "device")
+    names = ("max_unseen_loss", "unseen_share", "confidence", "max_bytes", "n_jobs", "device")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.max_unseen_loss is None or args.max_unseen_loss == "none":
         given["max_unseen_loss"] = None
@@ -229,8 +230,7 @@ def _fit_labels(args):
         print(text, flush=True)
     from ega.estimator import EmbeddingAdapter
 
-    estimator = _new_estimator(args, EmbeddingAdapter, args.method or "auto").set_params(max_bytes=args.max_bytes)
-    return estimator.fit(x, y, unlabelled=args.unlabelled)
+    return _new_estimator(args, EmbeddingAdapter, args.method or "auto").fit(x, y, unlabelled=args.unlabelled)
 
 
 def _fit_pairs(args):
@@ -744,7 +744,7 @@ _TRANSFORM = [
     _arg("-o", "--out", required=True, help="file to write, of the same ending, or folder; it must not exist"),
     _COLUMN,
     _arg("--batch-size", type=_count, metavar="N", help="rows in a matrix product (default: 1024)"),
-    _arg("--dtype", choices=("float32", "float16"), help="of the written vectors (default: float32)"),
+    _arg("--dtype", choices=("float32", "float16", "int8", "binary"), help="of the written vectors (default: float32)"),
     _arg("--precision", choices=("float32", "bfloat16"), help="of the computation (default: float32)"),
     _arg("--threads", type=_count, metavar="N", help="default: all cores; with --ray 1 in each task"),
     _DEVICE,
@@ -828,7 +828,7 @@ _NEEDS = {  # an argument, and the one without which it would be ignored
     **dict.fromkeys(("splits", "per_class"), "dataset"),
 }
 _EXCLUDES = {  # an argument, and those that it makes meaningless
-    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset", "max_bytes"),
+    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset"),
     "encoder": ("column",),
 }
 

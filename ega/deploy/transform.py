@@ -28,6 +28,7 @@ from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize
 from ..data.runtime import defer_sigint, limit_threads, pick_device
 from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint, output_dim, transform
+from ..method.compression import PRECISIONS, quantize_embeddings
 from ..method.interface import as_module
 
 # %% ../../nbs/deploy/01_transform.ipynb #options
@@ -167,14 +168,20 @@ def _truncate_part(f, header, n_bytes):
     f.seek(end)
 
 # %% ../../nbs/deploy/01_transform.ipynb #compute-rows
+def _part_dtype(matrix, options):
+    "Precision of the rows in the part file; those of a pack get their scale when it is written."
+    return "float32" if matrix.pack else options.dtype
+
+
 def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
     "Compute the rows that are missing behind the first `done` and append them to the part file, a .npy file."
-    dtype, d, batch_size = np.dtype(options.dtype), output_dim(adapter), options.batch_size
+    d, batch_size, stored_as = output_dim(adapter), options.batch_size, _part_dtype(matrix, options)
+    row = quantize_embeddings(np.ones((1, d), np.float32), stored_as)  # its type and shape are those of all
     threads = 1 if pick_device(options.device).type == "cuda" else options.threads or joblib.cpu_count()
     batches_per_block = max(threads, BLOCK_BYTES // (4 * d * batch_size))  # whole batches, counted from row 0
     earlier_note = read_npy_comment(matrix.path) if matrix.path.suffix == ".npy" else ""
     note = "; ".join(filter(None, [earlier_note, _adapter_note(adapter, provenance)]))
-    header = _npy_header(matrix.n, d, dtype, note)
+    header = _npy_header(matrix.n, row.shape[1], row.dtype, note)
 
     def start_compute(x):
         batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
@@ -184,7 +191,7 @@ def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
         nonlocal done
         n, outputs = computed
         for z in outputs:
-            f.write(z.astype(dtype, copy=False).data)
+            f.write(np.ascontiguousarray(quantize_embeddings(z, stored_as)).data)
         f.flush()
         os.fsync(f.fileno())
         done += n
@@ -193,7 +200,7 @@ def _compute_rows(adapter, matrix, target, provenance, done, options, bar):
 
     one_core = dict(initializer=torch.set_num_threads, initargs=(1,))  # of each thread; and of MKL in all threads:
     with limit_threads(most=1), defer_sigint() as check_interrupt, open(_part_file(target), "r+b") as f:
-        _truncate_part(f, header, done * d * dtype.itemsize)
+        _truncate_part(f, header, done * row.nbytes)
         with ThreadPoolExecutor(threads, **one_core) as pool:
             blocks = matrix.unit_blocks(done, batch_size * batches_per_block)
             _overlap(blocks, start_compute, write, check_interrupt)
@@ -215,7 +222,7 @@ def _target_schema(matrix, adapter, provenance, options, part):
     import pyarrow as pa
 
     schema, note = open_parquet(matrix.path).schema_arrow, _adapter_note(adapter, provenance)
-    d = output_dim(adapter)
+    d, width = output_dim(adapter), open_npy(part).shape[1]
     i = schema.get_field_index(matrix.column)
     of_column = dict(schema.field(i).metadata or {})
     metadata = {k: v for k, v in (schema.metadata or {}).items() if k not in (b"ega", b"ARROW:schema")}
@@ -229,8 +236,9 @@ def _target_schema(matrix, adapter, provenance, options, part):
     else:
         earlier = of_column.get(b"ega_adapted")
         of_column[b"ega_adapted"] = b"; ".join(filter(None, [earlier, note.encode()]))  # `read_matrix` reads it
-    item = pa.field("item", pa.type_for_alias(options.dtype), nullable=False)
-    field = pa.field(matrix.column, pa.list_(item, d), nullable=False, metadata=of_column)
+    kind = "uint8" if options.dtype == "binary" else options.dtype
+    item = pa.field("item", pa.type_for_alias(kind), nullable=False)
+    field = pa.field(matrix.column, pa.list_(item, width), nullable=False, metadata=of_column)
     return schema.set(i, field).with_metadata(metadata)
 
 
@@ -242,9 +250,9 @@ def _write_parquet(matrix, adapter, target, provenance, options):
     part = _part_file(target)
     schema = _target_schema(matrix, adapter, provenance, options, part)
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
-    d = output_dim(adapter)
-    size = max(1, BLOCK_BYTES // (4 * d))
-    blocks = MatrixFile(part, matrix.n, d, stored=open_npy(part)).blocks(0, size)
+    stored = open_npy(part)
+    size = max(1, BLOCK_BYTES // (4 * output_dim(adapter)))
+    blocks = MatrixFile(part, *stored.shape, stored=stored).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(iter_tables(matrix.path, None, 0, size), blocks, strict=True):
@@ -327,8 +335,8 @@ def _transform_folder(adapter, shards, target, options, transform_shards):
 # %% ../../nbs/deploy/01_transform.ipynb #transform-file-2
 def _prepare(adapter, source, target, options):
     "The adapter in eval mode on its device, and the files of the source."
-    if options.dtype not in ("float32", "float16") or options.precision not in ("float32", "bfloat16"):
-        raise InputError("expected dtype float32 or float16, and precision float32 or bfloat16")
+    if options.dtype not in PRECISIONS or options.precision not in ("float32", "bfloat16"):
+        raise InputError(f"expected a dtype of {list(PRECISIONS)}, and precision float32 or bfloat16")
     one_file = not source.is_dir()
     files = [source] if one_file else sorted(f for f in source.iterdir() if f.name[0] not in "._")  # skips _SUCCESS
     if not files or any(f.suffix not in (".npy", ".parquet") for f in files):
@@ -341,6 +349,8 @@ def _prepare(adapter, source, target, options):
     shards = [read_matrix(f, module.d, options.column if one_file or f.suffix == ".parquet" else None) for f in files]
     for shard in shards:
         check_not_adapted(shard)
+        if shard.pack and options.dtype == "binary":
+            raise InputError(f"{shard.path}: a pack holds float32, float16 or int8; write bits from a .npy file")
     return module, shards
 
 
@@ -358,7 +368,7 @@ def transform_file(
     *,
     column: str | None = None,  # Parquet: the column of vectors; None: `code` of a pack, or the only one
     batch_size: int = 1024,  # rows in a matrix product
-    dtype: str = "float32",  # of the target: "float32" or "float16"
+    dtype: str = "float32",  # of the target: "float32", "float16", "int8" or "binary", eight components in a byte
     precision: str = "float32",  # of the computation: "float32" or "bfloat16", with autocast
     threads: int | None = None,  # on a CPU; None: all cores this process may use
     device: str | torch.device | None = None,  # None: CUDA when there is one
