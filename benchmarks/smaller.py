@@ -23,12 +23,13 @@ import pandas as pd
 import torch
 from torch.nn import functional as F
 
+import ega
 from ega import EmbeddingAdapter
 from ega.data.arrays import normalize
 from ega.data.runtime import spawn_rngs
 from ega.experiments.grids import cached_table
 from ega.experiments.protocols import MAIN_BENCHMARKS
-from ega.experiments.runs import build_config, load_joint_rows
+from ega.experiments.runs import build_config, load_joint_rows, platform_tag
 from ega.measure.evaluation import adapt_rows
 from ega.method.adapters import transform
 from ega.method.compression import RowFormat, as_stored, fit_projection, formats_within, project
@@ -312,6 +313,7 @@ def measure(benchmark, split, ratio):
         found = search_both(nearest, rows)
         area, seconds = area_of(found, draws), time.process_time() - started
         about = dict(benchmark=benchmark, split=split, ratio=ratio, method=name, n_bytes=n_bytes, seconds=seconds)
+        about |= {"version": ega.__version__, "machine": platform_tag()}
         about |= notes | {"area": area[0], "frozen_area": frozen_area[0], "area_change": np.float32(area - frozen_area)}
         print(f"{benchmark} {split} 1/{ratio} {name}: {seconds:.0f} s", file=sys.stderr, flush=True)
         for (group, gallery), hit in hits_of(found).items():
