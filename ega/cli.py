@@ -764,7 +764,7 @@ _MIGRATE = [
         "--vectors", metavar="FILE", help="FAISS: .npy or .parquet of all rows; others: a pack of new or changed rows"
     ),
     _COLUMN,
-    _arg("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: Flat)"),
+    _arg("--index-factory", metavar="NAME", help="FAISS: faiss.index_factory string (default: by the precision)"),
     _arg("--activate", nargs="?", const=True, metavar="VERSION", help=_ACTIVATE_HELP),
     _JSON,
     _QUIET,

@@ -25,6 +25,7 @@ from ..data.vectors import check_not_adapted, read_matrix
 from .index import AdaptedIndex, assign_ids
 from .transform import file_stat_key, progress_bar
 from ..measure.search import Neighbours
+from ..method.compression import RowFormat, dequantize_embeddings, quantize_embeddings
 from ..method.interface import as_adapter
 
 # %% ../../nbs/deploy/03_stores.ipynb #fixed
@@ -38,7 +39,9 @@ class Changes(NamedTuple):
 
 def _changed(a, b):
     "Row numbers in which two matrices differ by more than rounding."
-    return np.flatnonzero(~(np.abs(a - b).max(1) <= 1e-5))  # also where a row was 0 and is now nan
+    return np.flatnonzero(
+        ~(np.abs(np.float32(a) - np.float32(b)).max(1) <= 1e-5)
+    )  # also where a row was 0 and is now nan
 
 
 def _check_width(width, expected):
@@ -79,7 +82,7 @@ class Store:
     _prepare: Any  # set -> keys of its ids; makes the table if there is none
     _put: Any  # keys, set, is_new: write frozen embeddings, and remove what was adapted from those they replace
     _rows: Any  # versions, lacking=None, batch_size: yield keys and vectors of the versions, of rows that lack another
-    _create: Any  # version, width, notes: make a version, after a check of the ids
+    _create: Any  # version, RowFormat, notes: make a version, after a check of the ids
     _write: Any  # version, keys, vectors: fill it
     _find: Any  # version, queries, k, **options -> the nearest rows as the database returns them
     _nearest: Any  # the same -> Neighbours, made by `_as_neighbours`
@@ -124,6 +127,10 @@ class Store:
         self.changes = Changes(len(new), len(updated), len(es) - len(new) - len(updated))
         return self.changes
 
+    def _encode(self, z, row_format):
+        "Adapted rows as the database keeps them."
+        return z
+
     def _compare(self, keys, x, batch_size):
         "Row numbers of embeddings that the store lacks, and of those that differ from the ones under their keys."
         row_of = {key: row for row, key in enumerate(keys)}
@@ -152,13 +159,15 @@ class Store:
         _check_width(self._width(), documents.input_dim)
         if documents.is_identity and self._compares_directions:
             return self.frozen
-        version = f"adapted_{documents.fingerprint[:12]}"
+        row_format = documents.row_format or RowFormat(documents.output_dim)
+        precision = "" if row_format.precision == "float32" else f"_{row_format.precision}"
+        version = f"adapted_{documents.fingerprint[:12]}{precision}"
         version = version if self.frozen == "vector" else f"{self.frozen}_{version}"  # two columns are adapted apart
         is_new = version not in self.versions()
         if is_new:
             self._check_frozen(batch_size)
             notes = {"ega_adapter": documents.fingerprint, "ega_source": self.frozen}
-            self._create(version, documents.output_dim, notes)
+            self._create(version, row_format, notes)
         missing = self.count(self.frozen) - self.count(version)
         limit = missing if max_rows is None else min(missing, max_rows)
         with progress_bar(missing, progress, "adapt") as bar:
@@ -166,12 +175,12 @@ class Store:
                 lacking = self._rows([self.frozen], lacking=version, batch_size=min(batch_size, limit))
                 if (batch := next(lacking, None)) is None:
                     break
-                self._write(version, batch[0], documents.transform(batch[1]))
+                self._write(version, batch[0], self._encode(documents.transform(batch[1]), row_format))
                 limit -= len(batch[0])
                 bar.update(len(batch[0]))
         if not is_new and max_rows is None:  # some may have changed since they were adapted
             for keys, x, z in self._rows([self.frozen, version], batch_size=batch_size):
-                expected = documents.transform(x)
+                expected = self._encode(documents.transform(x), row_format)
                 if len(rows := _changed(expected, z)):
                     self._write(version, [keys[row] for row in rows], expected[rows])
         return version
@@ -223,13 +232,27 @@ class Store:
 # %% ../../nbs/deploy/03_stores.ipynb #lance-table
 def _vector_column(x):
     "Rows (n, d) as an Arrow column of fixed-size lists."
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x, np.float32).ravel()), x.shape[1])
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x).ravel()), x.shape[1])
+
+
+_RERANKED = 10  # times k bits by Hamming distance are ranked again
+
+
+def _rank_bits(found, version, z):
+    "Found rows with the squared distances of their bits to the float queries, without the column of bits."
+    bits = found[version].combine_chunks().flatten().to_numpy().reshape(len(found), -1)
+    stored = dequantize_embeddings(bits, RowFormat(z.shape[1], "binary"))
+    D = np.square(z[found["query_index"].to_numpy()] - stored).sum(1)
+    found = found.drop_columns([version])
+    return found.set_column(found.schema.get_field_index("_distance"), "_distance", pa.array(D))
 
 
 class LanceStore(Store):
     """A table of LanceDB, or the path FOLDER/NAME.lance of one, with a column of adapted vectors for each adapter.
 
     Ids are distinct integers or texts, frozen embeddings may have any norm. `add` makes a table that does not exist.
+    Rows of an adapter with the precision "binary" are packed bits, those of float16 and int8 are float16, because
+    LanceDB has no int8. The nearest bits by Hamming distance are ranked again by their distance to the float query.
     """
 
     def __init__(self, table: Any, *, id_column: str = "id", vector_column: str = "vector"):
@@ -307,11 +330,18 @@ class LanceStore(Store):
                 *(rows[name].flatten().to_numpy().reshape(len(rows), -1) for name in versions),
             )
 
-    def _create(self, version, dim, notes):
+    def _encode(self, z, row_format):
+        if row_format.precision == "binary":
+            return quantize_embeddings(z, "binary")
+        return z if row_format.precision == "float32" else z.astype(np.float16)
+
+    def _create(self, version, row_format, notes):
         ids = self.table.search().select([self.id_column]).to_arrow()[self.id_column]
         if repeated := len(ids) - len(ids.unique()):
             raise InputError(f"the values of column {self.id_column!r} must be distinct, {repeated} are repeated")
-        self.table.add_columns(pa.field(version, pa.list_(pa.float32(), dim), metadata=notes))
+        code = self._encode(np.ones((1, row_format.n_components), np.float32), row_format)
+        kind = pa.list_(pa.from_numpy_dtype(code.dtype), code.shape[1])
+        self.table.add_columns(pa.field(version, kind, metadata=notes))
 
     def _write(self, version, keys, z):
         kind = self.table.schema.field(self.id_column).type
@@ -321,8 +351,11 @@ class LanceStore(Store):
     def _find(self, version, z, k, *, columns=None, where=None, nprobes=None):
         "The columns of the nearest rows, with query_index and _distance (squared L2)."
         is_raw = version == self.frozen  # of any norm
-        query = self.table.search(z, vector_column_name=version).distance_type("cosine" if is_raw else "l2")
-        query = query.limit(k).select([*(columns or [self.id_column]), "_distance"])
+        is_bits = pa.types.is_uint8(self.table.schema.field(version).type.value_type)
+        given, metric = (quantize_embeddings(z, "binary"), "hamming") if is_bits else (z, "cosine" if is_raw else "l2")
+        columns = [*(columns or [self.id_column]), "_distance"]
+        query = self.table.search(given, vector_column_name=version).distance_type(metric)
+        query = query.limit(_RERANKED * k if is_bits else k).select([*columns, version] if is_bits else columns)
         query = query if where is None else query.where(where, prefilter=True)
         query = query if nprobes is None else query.nprobes(nprobes)
         found = query.to_arrow()
@@ -331,7 +364,11 @@ class LanceStore(Store):
             found = found.set_column(found.schema.get_field_index("_distance"), "_distance", D)
         if "query_index" not in found.schema.names:  # LanceDB leaves it out for a single query
             found = found.append_column("query_index", pa.array(np.zeros(len(found), np.int32)))
-        return found.take(np.lexsort((found["_distance"].to_numpy(), found["query_index"].to_numpy())))
+        found = _rank_bits(found, version, z) if is_bits else found
+        number = found["query_index"].to_numpy()
+        found = found.take(order := np.lexsort((found["_distance"].to_numpy(), number)))
+        number = number[order]
+        return found.filter(np.arange(len(number)) - np.searchsorted(number, number) < k)
 
     def _nearest(self, version, z, k, **options):
         found = self._find(version, z, k, **options)
@@ -342,7 +379,9 @@ class LanceStore(Store):
 class QdrantStore(Store):
     """A collection of a QdrantClient, or of a folder that is opened inside the process, with a vector for each adapter.
 
-    `vector` names the frozen one; None: the only one that ega did not add. `add` makes a missing collection.
+    `vector` names the frozen one; None: the only one that ega did not add. `add` makes a missing collection. Rows of
+    an adapter with the precision "int8" or "binary" are float16 with the quantisation of Qdrant, which keeps the codes
+    in memory and ranks what they find by the rows; a folder that is opened inside the process ignores both.
     """
 
     def __init__(self, client: Any, collection: str, *, vector: str | None = None):
@@ -445,10 +484,18 @@ class QdrantStore(Store):
             if offset is None:
                 return
 
-    def _create(self, version, dim, notes):
+    def _create(self, version, row_format, notes):
         self._note(version, **notes)  # first, so that a vector without notes is never left behind
-        params = self._models.DenseVectorConfig(size=dim, distance=self._models.Distance.EUCLID)
-        self.client.create_vector_name(self.collection, version, self._models.DenseVectorNameConfig(dense=params))
+        models, (dim, precision) = self._models, row_format
+        datatype = models.Datatype.FLOAT32 if precision == "float32" else models.Datatype.FLOAT16
+        params = models.DenseVectorConfig(size=dim, distance=models.Distance.EUCLID, datatype=datatype)
+        self.client.create_vector_name(self.collection, version, models.DenseVectorNameConfig(dense=params))
+        scalar = models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
+        binary = models.BinaryQuantizationConfig(always_ram=True)
+        codes = {"int8": models.ScalarQuantization(scalar=scalar), "binary": models.BinaryQuantization(binary=binary)}
+        if precision in codes:
+            changed = models.VectorParamsDiff(quantization_config=codes[precision], on_disk=True)
+            self.client.update_collection(self.collection, vectors_config={version: changed})
 
     def _write(self, version, keys, z):
         points = [self._models.PointVectors(id=i, vector={version: row}) for i, row in zip(keys, z.tolist())]
@@ -528,7 +575,7 @@ class IndexStore(Store):
         adapter: Any,
         vectors: Any = None,  # file of the frozen embeddings; a finished version needs none
         *,
-        index_factory: str = "Flat",  # FAISS factory string of the new index
+        index_factory: str | None = None,  # FAISS factory string of the new index; None: as in `AdaptedIndex`
         ids: Any = None,  # (n,) integers or texts; None: those of a pack, or row numbers
         column: str | None = None,  # of the embeddings in a Parquet file
         batch_size: int = 8192,

@@ -30,6 +30,7 @@ from ega.method.adapters import (
     transform,
     write_tensors,
 )
+from .compression import RowFormat
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c008
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Adapter:
     module: torch.nn.Module | None = None  # the adapter itself, if it is one
     columns: list[str] | list[int] | None = None  # of the DataFrame that an estimator was fitted on
     sides: "tuple[Adapter, Adapter] | None" = None  # of queries and of documents, if they differ
+    row_format: RowFormat | None = None  # in which adapted rows are stored; None: all components as float32
 
     @property
     def queries(self) -> "Adapter":
@@ -117,6 +119,12 @@ def _chain(steps):
     return replace(_affine(A, b, fingerprint), columns=columns)
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c012
+def _replace_both(adapter, **values):
+    "The adapter with other values, which its sides get as well."
+    sides = adapter.sides and tuple(replace(side, **values) for side in adapter.sides)
+    return replace(adapter, **values, sides=sides)
+
+
 def _pair(queries, documents):
     "The adapter of two sides, with the fingerprint of the estimator that has both."
     fingerprint = hashlib.sha256((queries.fingerprint + documents.fingerprint).encode()).hexdigest()
@@ -134,16 +142,12 @@ def _read(path):
         adapter = _pair(*(as_adapter(load_adapter(file)) for file in files))
     description = weights.with_suffix(".json")
     if adapter.sides or description.is_file():
-        if read_json(description, "the description of an adapter").get("fingerprint") != adapter.fingerprint:
+        about = read_json(description, "the description of an adapter")
+        if about.get("fingerprint") != adapter.fingerprint:
             raise InputError(f"{description} describes other weights than those beside it; save them again")
+        row_format = about.get("selection", {}).get("row_format")
+        adapter = _replace_both(adapter, row_format=row_format and RowFormat(*row_format))
     return adapter
-
-
-def _with_columns(adapter, names):
-    "The adapter of an estimator that was fitted on columns with these names; None: they had none."
-    columns = None if names is None else list(names)
-    sides = adapter.sides and tuple(replace(side, columns=columns) for side in adapter.sides)
-    return replace(adapter, columns=columns, sides=sides)
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c013
 def as_adapter(
@@ -162,7 +166,9 @@ def as_adapter(
             fitted = as_adapter(adapter.adapter_)
         else:
             fitted = _pair(as_adapter(adapter.query_adapter_), as_adapter(adapter.document_adapter_))
-        return _with_columns(fitted, getattr(adapter, "feature_names_in_", getattr(adapter, "_integer_columns", None)))
+        names = getattr(adapter, "feature_names_in_", getattr(adapter, "_integer_columns", None))
+        columns = None if names is None else list(names)
+        return _replace_both(fitted, columns=columns, row_format=adapter.selection_.row_format)
     if isinstance(adapter, np.ndarray):
         matrix = np.ascontiguousarray(check_matrix(adapter, name="matrix"), np.float32)
         if not np.isfinite(matrix).all():
@@ -259,4 +265,4 @@ def read_adapter(
         )
     if columns is not None and not (isinstance(columns, list) and len({*map(str, columns)}) == a.input_dim):
         raise InputError(f"{folder}: expected the distinct names of {a.input_dim} columns; save it again")
-    return _with_columns(a, columns)
+    return _replace_both(a, columns=columns)

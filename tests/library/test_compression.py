@@ -11,6 +11,7 @@ from ega import AdaptedIndex, EmbeddingAdapter, EmbeddingSet, InputError, PairAd
 from ega.data.datasets import patch_torchvision
 from ega.data.vectors import read_matrix
 from ega.deploy.report import compare_spaces
+from ega.deploy.stores import open_store
 from ega.deploy.transform import transform_file
 from ega.measure.evaluation import adapt_rows, read_rows
 from ega.method.adapters import transform
@@ -128,6 +129,81 @@ def test_an_index_of_faiss_holds_the_rows(factory):
     adapter = EmbeddingAdapter("wccn", max_unseen_loss=None, precision="binary").fit(X, Y)
     found = AdaptedIndex(adapter, factory).add(X).search(X, k=2).I
     assert (Y[found[:, 1]] == Y).mean() > (Y[AdaptedIndex(np.eye(32)).add(X).search(X, k=2).I[:, 1]] == Y).mean() - 0.1
+
+
+def exact_order(z, stored):
+    "Row numbers by ascending squared distance of float queries, and these distances."
+    D = np.square(z[:, None] - stored).sum(2)
+    return D.argsort(1, kind="stable"), np.sort(D, 1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("d", [32, 30])
+def test_the_default_index_holds_rows_at_the_precision_of_the_adapter(precision, d, tmp_path):
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None, n_components=d, precision=precision).fit(HARD, Y)
+    adapter.save(tmp_path / "a")
+    index = AdaptedIndex(tmp_path / "a").add(HARD)
+    assert index.index.sa_code_size() == adapter.row_format_.n_bytes
+    z = adapter.transform(HARD[:50] + 0.01)
+    order, D = exact_order(z, as_stored(adapter.transform(HARD), adapter.row_format_))
+    index.save(tmp_path / "index")
+    found = AdaptedIndex.load(tmp_path / "index").search(HARD[:50] + 0.01, 5)
+    assert np.abs(found.D - D[:, :5]).max() < 0.05 and (found.I[:, 0] == order[:, 0]).mean() > 0.9
+
+
+@pytest.fixture(scope="module")
+def by_precision():
+    settings = dict(max_unseen_loss=None, n_components=24)
+    return {p: EmbeddingAdapter("wccn", precision=p, **settings).fit(HARD, Y) for p in PRECISIONS}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_lancedb_holds_bits_and_halves_and_ranks_by_the_float_query(precision, by_precision, tmp_path):
+    pytest.importorskip("lancedb")
+    adapter, es, kept = by_precision[precision], EmbeddingSet(HARD, Y), {"int8": "float16"}.get(precision, precision)
+    with open_store(tmp_path / "t.lance") as store:
+        store.add(es)
+        version = store.migrate(adapter, batch_size=100)
+        store.activate(version)
+        column = store.table.search().select([version]).limit(None).to_arrow()[version]
+        assert column.nbytes / len(HARD) == pytest.approx(RowFormat(24, kept).n_bytes, rel=0.05)
+        order, D = exact_order(adapter.transform(HARD[:9]), as_stored(adapter.transform(HARD), RowFormat(24, kept)))
+        found = store.search(adapter, HARD[:9], 3)
+        assert np.abs(found.D - D[:, :3]).max() < 1e-3 and (found.I[:, 0] == es.ids[order[:, 0]]).mean() > 0.8
+        assert store.search(adapter, HARD[:1], 3, where="label = 2").I[0].tolist() != found.I[0].tolist()
+        changed = HARD.copy()
+        changed[5] = HARD[200]
+        store.add(EmbeddingSet(changed, Y))
+        store.migrate(adapter)
+        assert {"5", "200"} == set(store.search(adapter, HARD[200:201], 2).I[0])
+
+
+def test_a_float_and_a_binary_version_of_the_same_weights_lie_side_by_side(tmp_path):
+    pytest.importorskip("lancedb")
+    rotated = EmbeddingAdapter("wccn", max_unseen_loss=None, precision="binary").fit(X, Y)
+    with open_store(tmp_path / "t.lance") as store:
+        store.add(EmbeddingSet(X, Y))
+        versions = [store.migrate(rotated), store.migrate(rotated.adapter_)]  # the module knows no precision
+        assert len(set(versions)) == 2 and store.versions() == ["vector", *versions]
+        for version in versions:
+            found = store.activate(version).search(rotated, X[:20], 1)
+            assert (found.I[:, 0].astype(int) == np.arange(20)).mean() > 0.8
+
+
+@pytest.mark.parametrize("precision, codes", [("int8", "scalar"), ("binary", "binary"), ("float16", None)])
+def test_qdrant_gets_its_own_quantisation(precision, codes, by_precision, tmp_path, monkeypatch):
+    pytest.importorskip("qdrant_client")
+    adapter, asked = by_precision[precision], []
+    with open_store(tmp_path / "q", collection="t") as store:
+        store.add(EmbeddingSet(HARD, Y))
+        update = store.client.update_collection
+        monkeypatch.setattr(store.client, "update_collection", lambda n, **kw: (asked.append(kw), update(n, **kw))[1])
+        version = store.activate(store.migrate(adapter)).active
+        given = [kw["vectors_config"][version] for kw in asked if "vectors_config" in kw]
+        assert [hasattr(config.quantization_config, codes) for config in given] == ([True] if codes else [])
+        order, D = exact_order(adapter.transform(HARD[:9]), adapter.transform(HARD))  # it ranks by the rows
+        found = store.search(adapter, HARD[:9], 3)
+        assert np.abs(found.D - D[:, :3]).max() < 1e-3
 
 
 def test_evaluation_searches_what_is_stored():
