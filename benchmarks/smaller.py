@@ -242,14 +242,8 @@ def contestants(benchmark, split, ratio):
     rotated = project(x, fit_projection(x[fit], signs))
     yield "frozen, signs", stored_rows(rotated, as_stored(rotated, signs)), signs.n_bytes, {}
     for rows_of, name in ((x, "frozen"), (adapted, "adapted")):
-        for quantiser, factory in quantisers(x.shape[1], n_bytes).items():
-            index = faiss.index_factory(x.shape[1], factory)
-            yield (
-                f"{name}, {quantiser}",
-                faiss_index(factory, rows_of, fit),
-                index.sa_code_size(),
-                {"selected": factory},
-            )
+        for quantiser, index, held in quantisers(rows_of, fit, n_bytes):
+            yield f"{name}, {quantiser}", faiss_index(index, held, fit), index.sa_code_size(), {}
     principal = np.linalg.eigh(x[fit].T @ x[fit])[1][:, ::-1].astype(np.float32)  # leading components first
     model, row_format = fit_matryoshka(x[fit], y[fit], n_bytes, principal)
     (z, stored) = next(c[1:] for c in matryoshka_codes(model, x @ principal, n_bytes) if c[0] == row_format)
