@@ -56,8 +56,6 @@ def _read_set(path, column):
     from ega.data.packs import EmbeddingSet
 
     matrix = _open_matrix(path, column)
-    if matrix.embedding_set is None:
-        print(f"{path} holds no ids: ids of pairs are taken as its row numbers, from 0", file=sys.stderr)
     return matrix.embedding_set or EmbeddingSet(matrix.array(), np.full(matrix.n, -1))
 
 
@@ -76,6 +74,9 @@ def _read_relevance(args):
         raise InputError(f"{args.source}: expected the folder of `ega embed --pairs`, or --documents and --pairs FILE")
     else:
         queries, documents = _read_set(args.source, args.column), _read_set(args.documents, args.column)
+        for path, read in ((args.source, queries), (args.documents, documents)):
+            if not read.meta:  # no pack
+                print(f"{path} holds no ids: ids of pairs are taken as its row numbers, from 0", file=sys.stderr)
         pairs = match_pairs(read_pairs(args.pairs), queries.ids.tolist(), documents.ids.tolist())
         relevance = RelevanceSet(queries, documents, pairs)
     if args.split is None:

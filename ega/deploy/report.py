@@ -25,6 +25,7 @@ from ega.measure.evaluation import (
     adapt_rows,
     caveats,
     format_evaluation,
+    format_points,
     knn_among_rows,
     label_hits,
     plan_searches,
@@ -35,6 +36,7 @@ from ega.measure.evaluation import (
 from ..measure.metrics import ar_at_k, displacement
 from ..measure.search import ivf_sweep, knn
 from ..method.adapters import interpolate
+from ..method.compression import RowFormat, as_stored, fit_projection, project
 from ..method.theory import effective_rank
 from ..pairs import evaluate_pairs, find_pair_examples, pairs_summary
 from ..selection import STRENGTHS
@@ -96,6 +98,9 @@ def _find_examples(x, z, stored, queries, gallery, count, device):
     return examples
 
 # %% ../../nbs/deploy/09_report.ipynb #curve
+_SHARES = {"int8": (1, 2, 4, 8), "binary": (1, 2, 4)}  # 1 of so many components is kept
+
+
 def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state):
     "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z."
     groups = {search.group for search in searches} - {"trained on"} or {"trained on"}
@@ -149,12 +154,28 @@ def _ivf_recall_curve(x, z, seed):
     return pd.DataFrame(out)
 
 # %% ../../nbs/deploy/09_report.ipynb #compare
+def _size_curve(z, y, is_seen, searches, frozen, device, random_state):
+    "Lines of the table of `ega.evaluate` in the headline gallery, with adapted rows stored in fewer bytes."
+    shown = [i for i, s in enumerate(searches) if s.gallery_name == searches[0].gallery_name]
+    searches, frozen = ([values[i] for i in shown] for values in (searches, frozen))
+    tables, d = [], z.shape[1]
+    formats = {RowFormat(max(1, d // share), p) for p, shares in _SHARES.items() for share in shares}
+    for row_format in sorted(formats, key=lambda f: (f.precision, f.n_components)):
+        cut = project(z, fit_projection(z[is_seen] if is_seen.any() else z, row_format))
+        stored = as_stored(cut, row_format)
+        hits = [label_hits(cut, y, s.queries, s.gallery, stored=stored, device=device) for s in searches]
+        table = tabulate_changes(searches, frozen, hits, y, is_seen, random_state=random_state)
+        tables.append(table.assign(**row_format._asdict(), n_bytes=row_format.n_bytes))
+    return pd.concat(tables, ignore_index=True)
+
+
 class Comparison(NamedTuple):
     "All tables of a report."
 
     evaluation: pd.DataFrame  # the table of `ega.evaluate`
     outcome_counts: pd.DataFrame  # gained, lost and unchanged queries of each group, mean displacement
     strength_curve: pd.DataFrame | None  # evaluation of mixtures; None where frozen and stored rows cannot be mixed
+    size_curve: pd.DataFrame  # evaluation of smaller rows
     queries: pd.DataFrame  # one line for each query of the headline gallery
     examples: pd.DataFrame  # captured, lost and gained queries with their neighbours
     classes: pd.DataFrame  # LP@1 by class; the largest loss first
@@ -196,6 +217,7 @@ def compare_spaces(
         strength_curve=_strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state)
         if is_comparable
         else None,
+        size_curve=_size_curve(z, y, is_seen, searches, frozen, device, random_state),
         queries=queries,
         examples=_find_examples(x, z, stored, queries, searches[0].gallery, 12, device),
         classes=_summarize_classes(queries, y),
@@ -234,6 +256,19 @@ def _curve_table(curve):
     columns = {"share": [f"{share:g}" for share in curve.strength.unique()]}
     for (group, gallery), line in curve.groupby(["group", "gallery"], sort=False):
         columns[f"{group}, {gallery} gallery"] = [f"{value:.1f}" for value in line.adapted]
+    return pd.DataFrame(columns)
+
+
+def _size_table(curve):
+    "The change of LP@1 by the bytes of a stored row, as texts: a column for each group."
+    rows = curve.drop_duplicates(["precision", "n_components"])
+    columns = {
+        "bytes": [f"{n:,}" for n in rows.n_bytes],
+        "components": rows.n_components.astype(str),
+        "precision": rows.precision,
+    }
+    for group, line in curve.groupby("group", sort=False):
+        columns[group] = list(map(format_points, line.change, line.low, line.high))
     return pd.DataFrame(columns)
 
 # %% ../../nbs/deploy/09_report.ipynb #examples
@@ -310,6 +345,16 @@ def _plot_strength(ax, c):
     ax.figure.legend(loc="outside upper left", frameon=False)
 
 
+def _plot_size(ax, c):
+    for (precision, group), line in c.size_curve.groupby(["precision", "group"], sort=False):
+        style = "o:" if precision == "binary" else "o-"
+        ax.plot(line.n_bytes, line.change, style, ms=4, color=_COLOURS[group], label=f"{group}, {precision}")
+    ax.axhline(0, color="#767676", lw=0.8)
+    ax.set(xlabel="bytes of a stored row", ylabel="change of LP@1 (points)", xscale="log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
+
+
 def _plot_displacement(ax, c):
     bins = np.linspace(0, 2, 61)
     for group, q in c.queries.groupby("group", sort=False):
@@ -368,6 +413,7 @@ def _html_content(c, names, ids, source):
         content["captured"] = None
     plots = [_plot_displacement, _plot_recall] if c.queries.displacement.notna().all() else [_plot_recall]
     content["charts"] = [_svg(plot, c) for plot in plots]
+    content["size_chart"] = _svg(_plot_size, c, height=4.4)
     if c.strength_curve is not None:
         content["strength_chart"] = _svg(_plot_strength, c, height=4.4)
     return content
@@ -394,12 +440,14 @@ def write_comparison(
     content: dict[str, Any] = {
         "summary": summary_sentence(c.evaluation),
         "is_mixed": gallery == "mixed",
+        "gallery": gallery,
         "warning": collapse_warning(*c.effective_rank),
         "headline": _change_table(c, True).merge(_outcome_table(c.outcome_counts), on="queries"),
         "headline_title": f"{gallery.capitalize()} gallery: each query is searched among {all_rows}",
         "own": _change_table(c, False),
         "caveats": caveats(c.evaluation),
         "curve": pd.DataFrame() if c.strength_curve is None else _curve_table(c.strength_curve),
+        "sizes": _size_table(c.size_curve),
         "losses": _class_table(c.classes[c.classes.change < 0].head(8), names),
         "gains": _class_table(c.classes[c.classes.change > 0].iloc[::-1].head(8), names),
         "recall": recall.set_axis(
@@ -414,6 +462,8 @@ def write_comparison(
 def _describe_selection(s):
     "Say which method and strength `fit` selected, and why."
     strength = "" if s.frozen else f" at strength {s.strength:g}"
+    if s.row_format:
+        strength += f", stored as {s.row_format.n_components} x {s.row_format.precision} ({s.row_format.n_bytes} bytes)"
     return f"Selected in fit: {s.method}{strength}. Reason: {s.reason}."
 
 
@@ -433,7 +483,7 @@ def write_report(
     x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
     z, stored = adapt_rows(estimator, x)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
-    c = compare_spaces(x, z, labels, seen, trained_on, **options)
+    c = compare_spaces(x, z, labels, seen, trained_on, stored=stored, **options)
     ids, decision = None if source is None else source.ids, _describe_selection(estimator.selection_)
     write_comparison(c, path, class_names=classes, ids=ids, source=source, decision=decision)
     return c

@@ -10,10 +10,10 @@ from sklearn.decomposition import TruncatedSVD
 from ega import AdaptedIndex, EmbeddingAdapter, EmbeddingSet, InputError, PairAdapter, evaluate, normalize, write_pack
 from ega.data.datasets import patch_torchvision
 from ega.data.vectors import read_matrix
-from ega.deploy.report import compare_spaces
+from ega.deploy.report import compare_spaces, write_report
 from ega.deploy.stores import open_store
 from ega.deploy.transform import transform_file
-from ega.measure.evaluation import adapt_rows, read_rows
+from ega.measure.evaluation import adapt_rows, evaluate_embeddings, read_rows
 from ega.method.adapters import transform
 from ega.method.compression import (
     PRECISIONS,
@@ -272,16 +272,21 @@ def test_files_get_the_components_that_are_kept(narrow, name, tmp_path):
     assert np.allclose(written.array(), narrow.transform(X), atol=1e-5)
 
 
-def test_a_report_compares_stored_rows_and_no_coordinates_of_rotated_ones():
+def test_a_report_compares_stored_rows_and_no_coordinates_of_rotated_ones(tmp_path):
     "The table is that of `evaluate`; a rotation makes displacement and mixtures with frozen rows meaningless."
     adapter = EmbeddingAdapter("wccn", max_unseen_loss=None, precision="binary").fit(HARD[Y < 12], Y[Y < 12])
-    x, labels, _, seen, trained_on = read_rows(adapter, HARD, Y)
-    z, stored = adapt_rows(adapter, x)
-    comparison = compare_spaces(x, z, labels, seen, trained_on, stored=stored)
+    comparison = write_report(adapter, HARD, Y, tmp_path / "r.md")
     pd.testing.assert_frame_equal(comparison.evaluation, evaluate(adapter, HARD, Y))
     assert comparison.strength_curve is None and comparison.queries.displacement.isna().all()
-    floats = compare_spaces(x, z, labels, seen, trained_on)
-    assert not floats.evaluation.adapted.equals(comparison.evaluation.adapted)
+    x, labels, _, seen, trained_on = read_rows(adapter, HARD, Y)
+    z, _ = adapt_rows(adapter, x)
+    assert not compare_spaces(x, z, labels, seen, trained_on).evaluation.adapted.equals(comparison.evaluation.adapted)
+    row_format = RowFormat(8, "int8")
+    cut = project(z, fit_projection(z[seen], row_format))
+    expected = evaluate_embeddings(x, cut, labels, seen, trained_on, stored=as_stored(cut, row_format))
+    curve = comparison.size_curve.query("n_components == 8 and precision == 'int8'")
+    assert curve.n_bytes.tolist() == [8] * len(curve) and "| 8 | 8 | int8 |" in (tmp_path / "r.md").read_text()
+    assert curve.adapted.tolist() == expected[expected.gallery == "mixed"].adapted.tolist()
 
 
 def planted_pairs(d=32):
