@@ -42,6 +42,19 @@ def assign_ids(ids: Any, n: int, existing: np.ndarray) -> np.ndarray:
         raise InputError(f"ids must be new, distinct, and neither negative nor empty, got {new[is_wrong][0].item()!r}")
     return new
 
+# %% ../../nbs/deploy/02_index.ipynb #sign-index
+def sign_index(d: int) -> Any:
+    """An empty FAISS index that keeps one bit a component, the sign, of rows (n, d).
+
+    Its distances are those of float queries to rows of 1 and -1, divided by the root of d: a product quantiser whose
+    centroids are all patterns of signs of four components."""
+    faiss, n_bits = import_faiss(), 4 if d % 4 == 0 else 1
+    index = faiss.index_factory(d, f"PQ{d // 4}x4fs" if n_bits == 4 else f"PQ{d}x1")
+    patterns = 2.0 * (np.arange(2**n_bits)[:, None] >> np.arange(n_bits) & 1) - 1
+    faiss.copy_array_to_vector(np.tile(np.float32(patterns / d**0.5), (d // n_bits, 1)).ravel(), index.pq.centroids)
+    index.is_trained = True
+    return index
+
 # %% ../../nbs/deploy/02_index.ipynb #a68cd8c2
 def _numbers_its_rows(index):
     "Whether a FAISS index returns the row numbers 0, 1, 2, ... and no ids of its own."
@@ -56,19 +69,6 @@ def _numbers_its_rows(index):
     sizes = [index.invlists.list_size(number) for number in range(index.nlist)]
     ids = [faiss.rev_swig_ptr(index.invlists.get_ids(i), size) for i, size in enumerate(sizes) if size]
     return not ids or np.array_equal(np.sort(np.concatenate(ids)), np.arange(index.ntotal))
-
-
-def sign_index(d: int) -> Any:
-    """An empty FAISS index that keeps one bit a component, the sign, of rows (n, d).
-
-    Its distances are those of float queries to rows of 1 and -1, divided by the root of d: a product quantiser whose
-    centroids are all patterns of signs of four components."""
-    faiss, n_bits = import_faiss(), 4 if d % 4 == 0 else 1
-    index = faiss.index_factory(d, f"PQ{d // 4}x4fs" if n_bits == 4 else f"PQ{d}x1")
-    patterns = 2.0 * (np.arange(2**n_bits)[:, None] >> np.arange(n_bits) & 1) - 1
-    faiss.copy_array_to_vector(np.tile(np.float32(patterns / d**0.5), (d // n_bits, 1)).ravel(), index.pq.centroids)
-    index.is_trained = True
-    return index
 
 
 _FACTORY_STRINGS = {"float32": "Flat", "float16": "SQfp16", "int8": "SQ8"}
