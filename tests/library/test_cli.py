@@ -696,6 +696,14 @@ def test_pairs_from_texts_to_evaluation(pairs, call):
     code, out, _ = call("evaluate", "fitted", "set", "--pairs", "--split", "test")
     assert code == 0 and "new documents" in out and "fitted queries" not in out
     assert {"queries": 64, "documents": 32}.items() <= json.loads(call("info", "fitted", "--json")[1]).items()
+    budget = call("fit", "set", "--pairs", "--split", "train", "--max-bytes", "16", "-o", "small", "--json")[1]
+    fitted = json.loads(budget[budget.index("{") :])
+    assert fitted["n_bytes"] <= 16 and not fitted["frozen"]
+    assert json.loads(call("info", "small", "--json")[1])["bytes"] == fitted["n_bytes"]
+    np.save("documents.npy", read_pack("set/documents.parquet").x)
+    to_bits = ("transform", "small", "documents.npy", "--side", "document", "--dtype", "binary", "-o", "bits.npy")
+    assert call(*to_bits, "--quiet")[0] == 0
+    assert np.load("bits.npy").shape == (40, -(-fitted["n_components"] // 8)) and np.load("bits.npy").dtype == np.uint8
     Path("other.csv").write_text("query,document\na,b\n")
     for command, word in {
         "evaluate fitted set/queries.parquet": "add --pairs",
