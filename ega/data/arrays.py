@@ -413,7 +413,7 @@ def check_label_column(X: Any, labels: np.ndarray) -> None:
         return
     known = labels >= 0
     a, labels = np.asarray(X)[known], labels[known]
-    of_class = a[np.unique(labels, return_index=True)[1]]  # a row of each class
+    of_class = a[np.unique(labels, return_index=True)[1]].astype(float)  # a row of each class
     for column in np.flatnonzero((of_class == np.floor(of_class)).all(0)):
         values = of_class[:, column]
         if len(np.unique(values)) == len(values) and np.array_equal(values[labels], a[:, column]):

@@ -30,8 +30,8 @@ def check_pairs(pairs: Any, n_queries: int, n_documents: int) -> np.ndarray:
     if isinstance(pairs, pd.DataFrame) and {"query", "document"} <= set(pairs):
         pairs = pairs[[name for name in ("query", "document", "grade") if name in pairs]]
     a = np.asarray(pairs)
-    if texts := [value for value in a.flat if isinstance(value, str)] if a.dtype.kind in "OU" else []:
-        raise InputError(f"pairs must hold row numbers, got the text {texts[0]!r}; match_pairs finds the rows of ids")
+    if a.dtype.kind in "OU" and any(isinstance(value, str) for value in a.flat):
+        raise InputError("pairs must hold row numbers, got texts; `match_pairs` finds the rows of ids")
     a = a.astype(np.float64)
     if a.ndim != 2 or a.shape[1] not in (2, 3) or not len(a):
         raise InputError(f"pairs must be (m, 2) or (m, 3) query rows, document rows and grades, got shape {a.shape}")

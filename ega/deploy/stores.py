@@ -39,9 +39,8 @@ class Changes(NamedTuple):
 
 def _changed(a, b):
     "Row numbers in which two matrices differ by more than rounding."
-    return np.flatnonzero(
-        ~(np.abs(np.float32(a) - np.float32(b)).max(1) <= 1e-5)
-    )  # also where a row was 0 and is now nan
+    difference = np.abs(np.float32(a) - np.float32(b)).max(1)
+    return np.flatnonzero(~(difference <= 1e-5))  # also where a row was 0, whose direction is nan
 
 
 def _check_width(width, expected):

@@ -56,6 +56,8 @@ def dequantize_embeddings(codes: np.ndarray, row_format: RowFormat) -> np.ndarra
 
 def as_stored(z: np.ndarray, row_format: RowFormat) -> np.ndarray:  # (n, k) float32 unit rows
     "Encode unit rows (n, k) and decode them again: the rows that a search compares with the query."
+    if row_format.precision == "float32":
+        return z
     return dequantize_embeddings(quantize_embeddings(z, row_format.precision), row_format)
 
 # %% ../../nbs/method/11_compression.ipynb #fit-projection
