@@ -126,10 +126,10 @@ def quantisers(x, fit, n_bytes):
     yield "PCA, int8", faiss.index_factory(d, f"PCA{n_bytes},SQ8"), x
     rabitq = min(d, 8 * (n_bytes - 8))  # two floats a row belong to its code
     yield "RaBitQ", faiss.index_factory(d, f"PCAR{rabitq},RaBitQ"), x
+    if 8 * n_bytes > d:  # a bit for each component is all that ITQ has, and OPQ takes minutes: at a 32nd alone
+        return
     z = np.ascontiguousarray(x @ opq_rotation(x[fit], n_bytes))
     yield "OPQ, PQ", product_quantiser(z.shape[1], n_bytes), z
-    if 8 * n_bytes > d:  # a bit for each component is all that it has: as at a 32nd
-        return
     v = x - x[fit].mean(0)
     v = np.ascontiguousarray(v @ itq_rotation(v[fit]))
     yield "ITQ", faiss.IndexLSH(d, d, False, False), v
