@@ -352,7 +352,7 @@ def _plot_size(ax, c):
     ax.axhline(0, color="#767676", lw=0.8)
     ax.set(xlabel="bytes of a stored row", ylabel="change of LP@1 (points)", xscale="log")
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
+    ax.figure.legend(loc="outside upper left", frameon=False)
 
 
 def _plot_displacement(ax, c):
