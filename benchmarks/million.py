@@ -61,8 +61,6 @@ def measure(row_format, folder):
     for x in blocks():
         seconds, z = timed(lambda x=x: adapter.apply(x))
         encode += seconds
-        if not index.index.is_trained:
-            index.index.train(z)
         build += timed(lambda z=z: index.index.add(z))[0]
     queries = next(blocks(2))[:QUERIES]
     index.index.search(adapter.apply(queries[:2]), 10)  # the first call touches all pages

@@ -71,15 +71,23 @@ def _numbers_its_rows(index):
     return not ids or np.array_equal(np.sort(np.concatenate(ids)), np.arange(index.ntotal))
 
 
-_FACTORY_STRINGS = {"float32": "Flat", "float16": "SQfp16", "int8": "SQ8"}
+def _byte_index(d):
+    "An empty FAISS index of one byte a component, in a range that unit rows seldom leave."
+    faiss, limit = import_faiss(), min(1, 16 / d**0.5)
+    index = faiss.index_factory(d, "SQ8")
+    index.train(np.float32([[-limit] * d, [limit] * d]))  # SQ8 would take the range of the rows that are added first
+    return index
+
+
+_DEFAULTS: dict[str, Any] = {"float32": "Flat", "float16": "SQfp16", "int8": _byte_index, "binary": sign_index}
 
 
 def _make_index(index, adapter):
     "A FAISS index of a factory string, or the given one; it must hold the columns of the adapter and number its rows."
     faiss, dim = import_faiss(), adapter.output_dim
     if index is None:
-        precision = adapter.row_format.precision if adapter.row_format else "float32"
-        index = sign_index(dim) if precision == "binary" else _FACTORY_STRINGS[precision]
+        index = _DEFAULTS[adapter.row_format.precision if adapter.row_format else "float32"]
+        index = index if isinstance(index, str) else index(dim)
     index = faiss.index_factory(dim, index) if isinstance(index, str) else index
     if index.d != dim or index.metric_type != faiss.METRIC_L2 or not _numbers_its_rows(index):
         raise InputError(f"expected an index of {dim} columns with METRIC_L2 and without IDMap; pass the ids with ids=")
@@ -118,7 +126,7 @@ class AdaptedIndex:
     index : str or faiss.Index, default=None
         Factory string such as "IVF100,Flat", or an index of adapted embeddings in squared L2. Where an adapter changes
         the queries alone, these are the frozen embeddings of norm 1, so an existing index serves as it is. None: an
-        exhaustive index at the precision of the adapter, "Flat", "SQfp16", "SQ8" or `sign_index`.
+        exhaustive index at the precision of the adapter: "Flat", "SQfp16", "SQ8" with a fixed range, or `sign_index`.
     ids : (n,) array of int or str, optional
         Ids of the embeddings that `index` already holds; 0, 1, 2, ... by default.
 

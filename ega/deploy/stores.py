@@ -67,6 +67,12 @@ def _rows_of_set(es):
     return {"label": es.y.tolist(), "class": class_names[es.y].tolist(), "split": es.split.tolist()}
 
 # %% ../../nbs/deploy/03_stores.ipynb #migrate
+def _precision_suffix(adapter):
+    "The end of the name of a version whose rows are not float32: the same weights may be stored in several ways."
+    is_float32 = adapter.row_format is None or adapter.row_format.precision == "float32"
+    return "" if is_float32 else f"_{adapter.row_format.precision}"
+
+
 class Store:
     """Embeddings under ids: the frozen ones, and a version for each adapter; one version is active.
 
@@ -159,8 +165,7 @@ class Store:
         if documents.is_identity and self._compares_directions:
             return self.frozen
         row_format = documents.row_format or RowFormat(documents.output_dim)
-        precision = "" if row_format.precision == "float32" else f"_{row_format.precision}"
-        version = f"adapted_{documents.fingerprint[:12]}{precision}"
+        version = f"adapted_{documents.fingerprint[:12]}{_precision_suffix(documents)}"
         version = version if self.frozen == "vector" else f"{self.frozen}_{version}"  # two columns are adapted apart
         is_new = version not in self.versions()
         if is_new:
@@ -582,7 +587,7 @@ class IndexStore(Store):
     ) -> str:
         "Build the version of an adapter beside the active one, or find it finished; returns its name for `activate`."
         a = as_adapter(adapter)
-        folder = self.folder / a.fingerprint[:16]
+        folder = self.folder / f"{a.fingerprint[:16]}{_precision_suffix(a)}"
         if vectors is None:
             return self._finished(folder.name)
         source, index = Path(vectors), AdaptedIndex(a, index_factory)

@@ -109,14 +109,14 @@ def _chain(steps):
         if first.output_dim != second.input_dim:
             raise InputError(f"a step of {first.output_dim} columns is followed by one that expects {second.input_dim}")
     fingerprint = hash_arrays(np.frombuffer("".join(step.fingerprint for step in steps).encode(), np.uint8))
-    columns = steps[0].columns
+    columns, row_format = steps[0].columns, steps[-1].row_format
     if any(step.matrix is None for step in steps) or any(step.offset is not None for step in steps[1:]):
         dims = steps[0].input_dim, steps[-1].output_dim
-        return Adapter(partial(_apply_in_order, steps), *dims, fingerprint, columns=columns)
+        return Adapter(partial(_apply_in_order, steps), *dims, fingerprint, columns=columns, row_format=row_format)
     A, b = steps[0].matrix.astype(np.float64), steps[0].offset
     for step in steps[1:]:
         A, b = step.matrix @ A, None if b is None else step.matrix @ b.astype(np.float64)
-    return replace(_affine(A, b, fingerprint), columns=columns)
+    return replace(_affine(A, b, fingerprint), columns=columns, row_format=row_format)
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c012
 def _replace_both(adapter, **values):

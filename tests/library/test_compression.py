@@ -11,7 +11,7 @@ from ega import AdaptedIndex, EmbeddingAdapter, EmbeddingSet, InputError, PairAd
 from ega.data.datasets import patch_torchvision
 from ega.data.vectors import read_matrix
 from ega.deploy.report import compare_spaces, write_report
-from ega.deploy.stores import open_store
+from ega.deploy.stores import IndexStore, open_store
 from ega.deploy.transform import transform_file
 from ega.measure.evaluation import adapt_rows, evaluate_embeddings, read_rows
 from ega.method.adapters import transform
@@ -149,6 +149,25 @@ def test_the_default_index_holds_rows_at_the_precision_of_the_adapter(precision,
     index.save(tmp_path / "index")
     found = AdaptedIndex.load(tmp_path / "index").search(HARD[:50] + 0.01, 5)
     assert np.abs(found.D - D[:, :5]).max() < 0.05 and (found.I[:, 0] == order[:, 0]).mean() > 0.9
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_default_index_does_not_depend_on_the_rows_that_are_added_first(precision, by_precision):
+    adapter = by_precision[precision]
+    at_once = AdaptedIndex(adapter).add(HARD).search(HARD[:50], 5)
+    in_turn = AdaptedIndex(adapter).add(HARD[:1]).add(HARD[1:]).search(HARD[:50], 5)
+    assert np.allclose(at_once.D, in_turn.D, atol=1e-3)
+
+
+def test_a_folder_of_faiss_holds_the_same_weights_at_two_precisions(by_precision, tmp_path):
+    np.save(tmp_path / "x.npy", HARD)
+    store = IndexStore(tmp_path / "s")
+    sizes = {}
+    for precision in ("float32", "int8"):
+        store.activate(store.migrate(by_precision[precision], tmp_path / "x.npy"))
+        sizes[precision] = store.open().index.sa_code_size()
+    assert sizes == {"float32": 96, "int8": 24} and len(store.versions()) == 2
+    assert AdaptedIndex([np.eye(32), by_precision["binary"]]).index.sa_code_size() == 3  # the last step says how
 
 
 @pytest.fixture(scope="module")
