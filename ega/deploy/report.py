@@ -98,9 +98,6 @@ def _find_examples(x, z, stored, queries, gallery, count, device):
     return examples
 
 # %% ../../nbs/deploy/09_report.ipynb #curve
-_SHARES = {"int8": (1, 2, 4, 8), "binary": (1, 2, 4)}  # 1 of so many components is kept
-
-
 def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state):
     "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z."
     groups = {search.group for search in searches} - {"trained on"} or {"trained on"}
@@ -153,7 +150,10 @@ def _ivf_recall_curve(x, z, seed):
         out["scanned"] = [100 * float(found[p].scanned.mean()) for p in nprobes]
     return pd.DataFrame(out)
 
-# %% ../../nbs/deploy/09_report.ipynb #compare
+# %% ../../nbs/deploy/09_report.ipynb #size-curve
+_SHARES = {"int8": (1, 2, 4, 8), "binary": (1, 2, 4)}  # 1 of so many components is kept
+
+
 def _size_curve(z, y, is_seen, searches, frozen, device, random_state):
     "Lines of the table of `ega.evaluate` in the headline gallery, with adapted rows stored in fewer bytes."
     shown = [i for i, s in enumerate(searches) if s.gallery_name == searches[0].gallery_name]
@@ -168,7 +168,7 @@ def _size_curve(z, y, is_seen, searches, frozen, device, random_state):
         tables.append(table.assign(**row_format._asdict(), n_bytes=row_format.n_bytes))
     return pd.concat(tables, ignore_index=True)
 
-
+# %% ../../nbs/deploy/09_report.ipynb #compare
 class Comparison(NamedTuple):
     "All tables of a report."
 
