@@ -115,7 +115,7 @@ ROWS = [
     (fit_pairs, {"groups": [0, 1]}, InputError, "one label per row"),
     (fit_pairs, {"groups": 0 * Y + (Y > 5), "max_unseen_loss": 1.0, "cv": 60}, None, ""),  # too few groups: frozen
     *((fit_pairs, {"negatives": value, "side": "query"}, InputError, "pairs") for value in (0, -3)),
-    (fit_pairs, {"negatives": "hard", "side": "query"}, ValueError, "hard"),
+    (fit_pairs, {"negatives": "hard", "side": "query"}, InputError, "row numbers"),
     *((fit_pairs, {"negatives": rows, "side": "query"}, InputError, "negatives") for rows in (PAIRS[:5, ::-1], PAIRS)),
     (fit_pairs, {"side": "left"}, InputError, "side"),
     (fit_pairs, {"side": "auto"}, InputError, "side"),
