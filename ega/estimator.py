@@ -631,8 +631,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         Method and strength stay. The closed form becomes that of a fit on all rows, up to rounding; a row that is given
         again counts twice. A trained part is trained further, on the new rows only, for at most a quarter of the epochs
         of a fit; a fit on all rows can be better. The directions that `n_components` or `max_bytes` kept stay those of
-        the first fit. Vectors of the earlier adapter cannot be compared with those of this
-        one: `estimate_update` tells whether that is worth it.
+        the first fit. Vectors of the earlier adapter cannot be compared with those of this one: `estimate_update` tells
+        whether that is worth it.
         """
         if not hasattr(self, "adapter_"):
             return self.fit(X, y, unlabelled=unlabelled)
@@ -644,8 +644,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
 
         The closed form becomes that of a fit on the other rows, up to rounding. A trained part, and the directions that
         `n_components` or `max_bytes` kept, keep what they learnt from the removed rows; where that must go too, fit
-        again. Rows are recognised by their hashes, without labels: a
-        row with the label of another class is removed from that class. A row that was added twice must be given twice.
+        again. Rows are recognised by their hashes, without labels: a row with the label of another class is removed
+        from that class. A row that was added twice must be given twice.
         """
         check_is_fitted(self)
         rows, labels, classes = self._check_changed_rows(X, y, unlabelled)

@@ -344,8 +344,8 @@ def pair_folds(
     return folds
 
 # %% ../nbs/adapt/03_pairs.ipynb #fe4bf73d
-def _as_stored_in(formats, zd):
-    "{format: the projection of both sides, and adapted documents as they are stored}."
+def _store_documents(zd, formats):
+    "Project adapted documents and store them in each format: {format: (projection, stored documents)}."
     projections = {row_format: fit_projection(zd, row_format) for row_format in formats}
     return {row_format: (p, as_stored(project(zd, p), row_format)) for row_format, p in projections.items()}
 
@@ -368,7 +368,7 @@ def _compare_pairs_on_fold(
             query_adapter, document_adapter = path.at(s)
             zq = transform(query_adapter, queries[rows], device=device)
             if not stored or not path.document_is_fixed:
-                stored = _as_stored_in(formats, transform(document_adapter, documents, device=device))
+                stored = _store_documents(transform(document_adapter, documents, device=device), formats)
             for row_format, (projection, zd) in stored.items():
                 found[s, row_format] = measure(project(zq, projection), zd)
         return found

@@ -246,7 +246,7 @@ def _check_fractions(numbers):
         )
 
 
-def _folded(text):
+def _fold_text(text):
     "A text in lower case, in one Unicode form and without blanks around it."
     return unicodedata.normalize("NFC", text.rstrip("\0").strip().casefold())
 
@@ -260,7 +260,7 @@ def _to_classes(values):  # (C,) int64 or str, ascending
     if texts:
         written: dict[str, str] = {}
         for text in texts:
-            if (other := written.setdefault(_folded(text), text)) != text:
+            if (other := written.setdefault(_fold_text(text), text)) != text:
                 raise InputError(
                     f"labels {other!r} and {text!r} differ only in case, blanks or Unicode form; rename one"
                 )
@@ -327,7 +327,7 @@ _INTEGER = re.compile("-?[0-9]+")
 def _as_written(text):
     "What all spellings of a label share: 7 of 7, 007 and 7.0, else the text in lower case without blanks around it."
     match = re.fullmatch(r"(-?)0*([0-9]+)(?:\.0*)?", text)
-    return match[1] + match[2] if match else _folded(text)
+    return match[1] + match[2] if match else _fold_text(text)
 
 
 def match_classes(classes: np.ndarray, fitted: np.ndarray) -> np.ndarray:

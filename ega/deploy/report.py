@@ -155,7 +155,7 @@ _SHARES = {"int8": (1, 2, 4, 8), "binary": (1, 2, 4)}  # 1 of so many components
 
 
 def _size_curve(z, y, is_seen, searches, frozen, device, random_state):
-    "Lines of the table of `ega.evaluate` in the headline gallery, with adapted rows stored in fewer bytes."
+    "Evaluate the adapted rows in smaller formats: lines as of `ega.evaluate`, in the gallery of the main table."
     shown = [i for i, s in enumerate(searches) if s.gallery_name == searches[0].gallery_name]
     searches, frozen = ([values[i] for i in shown] for values in (searches, frozen))
     tables, d = [], z.shape[1]

@@ -68,7 +68,7 @@ def _rows_of_set(es):
 
 # %% ../../nbs/deploy/03_stores.ipynb #migrate
 def _precision_suffix(adapter):
-    "The end of the name of a version whose rows are not float32: the same weights may be stored in several ways."
+    "What is added to the name of a version whose rows are not float32, such as `_int8`; else an empty text."
     is_float32 = adapter.row_format is None or adapter.row_format.precision == "float32"
     return "" if is_float32 else f"_{adapter.row_format.precision}"
 
@@ -243,7 +243,7 @@ _RERANKED = 10  # times k bits by Hamming distance are ranked again
 
 
 def _rank_bits(found, version, z):
-    "Found rows with the squared distances of their bits to the float queries, without the column of bits."
+    "Replace Hamming distances by squared distances of the float queries to the stored signs, and drop the signs."
     bits = found[version].combine_chunks().flatten().to_numpy().reshape(len(found), -1)
     stored = dequantize_embeddings(bits, RowFormat(z.shape[1], "binary"))
     D = np.square(z[found["query_index"].to_numpy()] - stored).sum(1)
@@ -487,6 +487,9 @@ class QdrantStore(Store):
                 yield [point.id for point in points], *x
             if offset is None:
                 return
+
+    def _encode(self, z, row_format):  # a server rounds to float16: without it all rows would count as changed
+        return z if row_format.precision == "float32" else z.astype(np.float16).astype(np.float32)
 
     def _create(self, version, row_format, notes):
         self._note(version, **notes)  # first, so that a vector without notes is never left behind

@@ -302,7 +302,7 @@ def read_rows(
 
 
 def adapt_rows(estimator: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:  # (n, d') each
-    "Adapted unit rows, and the same as an index holds them at the precision of the estimator; None: unchanged."
+    "Adapted unit rows, and the same rows at the precision at which an index stores them, None for float32."
     z, row_format = transform(estimator.adapter_, x, device=estimator.device), estimator.row_format_
     return z, None if row_format.precision == "float32" else as_stored(z, row_format)
 

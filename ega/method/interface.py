@@ -120,7 +120,7 @@ def _chain(steps):
 
 # %% ../../nbs/method/10_interface.ipynb #b1a0c012
 def _replace_both(adapter, **values):
-    "The adapter with other values, which its sides get as well."
+    "Replace attributes of an adapter and of both of its sides, if it has two."
     sides = adapter.sides and tuple(replace(side, **values) for side in adapter.sides)
     return replace(adapter, **values, sides=sides)
 

@@ -220,6 +220,8 @@ def test_qdrant_gets_its_own_quantisation(precision, codes, by_precision, tmp_pa
         version = store.activate(store.migrate(adapter)).active
         given = [kw["vectors_config"][version] for kw in asked if "vectors_config" in kw]
         assert [hasattr(config.quantization_config, codes) for config in given] == ([True] if codes else [])
+        _, z = next(store._rows([version]))
+        assert np.array_equal(z, z.astype(np.float16))  # what a server rounds to must not count as changed later
         order, D = exact_order(adapter.transform(HARD[:9]), adapter.transform(HARD))  # it ranks by the rows
         found = store.search(adapter, HARD[:9], 3)
         assert np.abs(found.D - D[:, :3]).max() < 1e-3
