@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LinearMap', 'ClassStatistics', 'shrunk_inverse_power', 'WCCN', 'ValidatedWCCN', 'LDAMap', 'DiscriminantWhitening',
-           'PCAMap', 'LogitMap']
+           'PCAMap', 'AllButTheTop', 'LogitMap']
 
 # %% ../../nbs/method/05_closed_form.ipynb #f0a3c2e0
 from pathlib import Path
@@ -337,6 +337,21 @@ class PCAMap(LinearMap):
             _check_full_rank(w)
             V = V / np.sqrt(w)
         return self._set_map(V, x.mean(0, dtype=np.float64) * self.center)
+
+# %% ../../nbs/method/05_closed_form.ipynb #all-but-the-top
+class AllButTheTop(LinearMap):
+    "Rows without their mean and their directions of largest variance (Mu and Viswanath 2018), without labels."
+
+    def __init__(self, share: float = 0.01):  # of the directions that are removed
+        self.share = share
+
+    @limit_threads()
+    def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> Self:
+        "Fit on embeddings (n, d); `y` is ignored. Returns self."
+        x = np.asarray(X, np.float32)
+        _, V = np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0))
+        top = V[:, len(V) - round(self.share * len(V)) :]  # eigh sorts in ascending order
+        return self._set_map(np.eye(len(V)) - top @ top.T, x.mean(0, dtype=np.float64))
 
 # %% ../../nbs/method/05_closed_form.ipynb #probe
 class LogitMap(LinearMap):

@@ -172,6 +172,7 @@ MAIN_METHODS = {
 }
 BASELINES = {
     "pca": MethodPreset(AdapterConfig(init_transform="pca", shrinkage=0.1)),
+    "all_but_the_top": MethodPreset(AdapterConfig(init_transform="all_but_the_top", shrinkage=0.01)),
     "probe": MethodPreset(AdapterConfig(init_transform="probe")),
     "icon": MethodPreset(_released, LossConfig("icon", tau=0.5)),
     "linear_supcon": MethodPreset(_linear, LossConfig("supcon", tau=0.05), 3e-4),

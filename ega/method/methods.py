@@ -35,6 +35,7 @@ from ega.method.adapters import (
 )
 from ega.method.closed_form import (
     WCCN,
+    AllButTheTop,
     ClassStatistics,
     DiscriminantWhitening,
     LDAMap,
@@ -136,6 +137,7 @@ _CLOSED_FORMS: dict[str, Callable[..., Any]] = {
     "discriminant_whitening": partial(DiscriminantWhitening, 1.0),
     "lda": LDAMap,
     "pca": PCAMap,
+    "all_but_the_top": lambda shrinkage: AllButTheTop(shrinkage),  # the share of the directions that it removes
 }
 
 
