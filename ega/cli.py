@@ -366,11 +366,13 @@ def _evaluate(args):
 
 def _evaluate_labels(args, adapter):
     "The table of an adapter that was fitted on labels, and the sentences that explain it."
-    from ega.measure.evaluation import evaluate, format_evaluation
+    from ega.measure.evaluation import curve_sentence, evaluate_with_curve, format_evaluation
 
     x, y = _read_inputs(args, adapter.classes_)
-    table = evaluate(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
+    table, compared = evaluate_with_curve(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
     sentences = _sentences(table, y, args.unlabelled, adapter.classes_)
+    if compared is not None:
+        sentences = f"{_wrap(curve_sentence(compared))}\n{sentences}"
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{sentences}"
 
 # %% ../nbs/deploy/10_cli.ipynb #evaluate-labels

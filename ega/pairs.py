@@ -360,7 +360,7 @@ def _compare_pairs_on_fold(
     def measure(zq, zd):  # nDCG@10, and whether the first document is a wrong one that a training pair names
         found = knn(zq, zd, k, device=device).I
         measures = ranking_metrics(found, pairs, queries=rows, k=k)
-        return measures[f"ndcg@{k}"], (measures[f"mrr@{k}"] < 1) & is_named[found[:, 0]]
+        return measures[f"ndcg@{k}"], (measures[f"mrr@{k}"] < 1) & is_named[found[:, 0]], np.nan  # without an area
 
     def search(path):
         stored, found = {}, {}

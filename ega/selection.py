@@ -25,6 +25,7 @@ from tqdm import tqdm
 from .data.arrays import InputError, normalize
 from .data.packs import row_split
 from .data.runtime import limit_threads, linear, pick_device, spawn_rngs
+from .measure.calibration import Margins, ausuc
 from .measure.evaluation import hash_unit_rows, rows_with_classmate
 from .measure.statistics import cluster_bootstrap_means
 from .method.compression import RowFormat, as_stored, fit_projection, project
@@ -116,14 +117,22 @@ class FitProgress:
 _QUERIES_AT_ONCE = 256
 
 
-def _hits_of_scores(scores, same, is_fit, has_copies):
-    "LP@1 (nq,), averaged over ties, and whether the nearest neighbour was fitted on (nq,); scores (nq, nb)."
-    best, position = scores.max(1)
-    hit = same.gather(1, position[:, None])[:, 0].double()
+def _hits_of_scores(scores, same, n_fit, is_unseen, has_copies):
+    """Outcomes of queries by their scores (nq, nb) with n_fit fitted rows and the unseen rows after them.
+
+    Of each query: LP@1, averaged over ties; whether the nearest row was fitted on; LP@1 among the rows of its own side,
+    seen or unseen; the score of the nearest fitted row minus that of the nearest unseen one."""
+    fit_best, fit_position = scores[:, :n_fit].max(1)
+    unseen_best, unseen_position = scores[:, n_fit:].max(1)
+    captured = fit_best >= unseen_best
+    nearest, own = (
+        same.gather(1, torch.where(is_seen, fit_position, n_fit + unseen_position)[:, None])[:, 0].double()
+        for is_seen in (captured, ~is_unseen)
+    )
     if has_copies:  # copies of a row have equal scores up to rounding
-        tied = scores >= best[:, None] - 1e-6
-        hit = (tied & same).sum(1).double() / tied.sum(1)
-    return hit, is_fit[position]
+        tied = scores >= torch.maximum(fit_best, unseen_best)[:, None] - 1e-6
+        nearest = (tied & same).sum(1).double() / tied.sum(1)
+    return nearest, captured, own, fit_best - unseen_best
 
 
 def _scores_at(uq, vq, ug, vg, strengths):
@@ -139,14 +148,14 @@ def _scores_at(uq, vq, ug, vg, strengths):
 
 
 def _search_path(u, v, y, fold, strengths, has_copies, stored=None):
-    """{strength: (LP@1, captured)}, (nq,) each, of the queries of a fold in its mixed gallery; rows l2(u + strength v).
+    """{strength: (LP@1, captured, area)} of the queries of a fold in its mixed gallery; rows l2(u + strength v).
 
-    `stored`: the rows of the gallery, if they are not those of u."""
+    LP@1 and captured are (nq,); area is that under the curve of seen against unseen LP@1, in points. `stored`: the rows
+    of the gallery, if they are not those of u."""
     queries, gallery = np.r_[fold.seen_queries, fold.unseen_queries], np.r_[fold.fit, fold.unseen]
     own = np.full(len(queries), -1)
     own[len(fold.seen_queries) :] = len(fold.fit) + np.searchsorted(fold.unseen, fold.unseen_queries)
     labels, own, queries, gallery = (torch.from_numpy(a).to(u.device) for a in (y, own, queries, gallery))
-    is_fit = torch.arange(len(gallery), device=u.device) < len(fold.fit)
     ug, vg = (u if stored is None else stored)[gallery], None if v is None else v[gallery]
     scales = [1 / (ug if v is None else ug + s * vg).norm(dim=1) for s in strengths]
     found = {s: [] for s in strengths}
@@ -156,20 +165,32 @@ def _search_path(u, v, y, fold, strengths, has_copies, stored=None):
         products = _scores_at(u[block], None if v is None else v[block], ug, vg, strengths)
         for s, scale, scores in zip(strengths, scales, products):
             scores.mul_(scale)[hidden, block_own[hidden]] = -torch.inf
-            found[s].append(_hits_of_scores(scores, same, is_fit, has_copies))
-    return {s: tuple(torch.cat(part).cpu().numpy() for part in zip(*parts)) for s, parts in found.items()}
+            found[s].append(_hits_of_scores(scores, same, len(fold.fit), block_own >= 0, has_copies))
+    joined = {s: [torch.cat(part).cpu().numpy() for part in zip(*parts)] for s, parts in found.items()}
+    return {
+        s: (hit, captured, _area(own, margin, len(fold.seen_queries)))
+        for s, (hit, captured, own, margin) in joined.items()
+    }
+
+
+def _area(hit, margin, n_seen):
+    "Area under the curve of seen against unseen LP@1, in points; the first n_seen queries are seen, the others unseen."
+    if not 0 < n_seen < len(hit):
+        return np.nan
+    return 100 * ausuc(Margins(hit[:n_seen], margin[:n_seen]), Margins(hit[n_seen:], -margin[n_seen:]))
 
 # %% ../nbs/adapt/01_selection.ipynb #ask-all
 # changes: {(name, strength, format): (seen, unseen)}, differences to frozen of each query; format: a RowFormat
-# captured: {(name, strength, format): (unseen queries,) bool}; fit_seconds and seconds (with search): {name: float}
-FoldComparison = namedtuple("FoldComparison", "changes captured fit_seconds seconds")
+# captured: {(name, strength, format): (unseen queries,) bool}; areas: {(name, strength, format): float}
+# fit_seconds and seconds (with search): {name: float}
+FoldComparison = namedtuple("FoldComparison", "changes captured areas fit_seconds seconds")
 
 
 def compare_candidates(
     candidates: "Sequence[tuple[str, Any]]",  # name and configuration
-    frozen: "tuple[np.ndarray, np.ndarray]",  # outcome of each query (n,), captured (n,), in the frozen embeddings
+    frozen: "tuple[np.ndarray, np.ndarray, float]",  # outcome (n,), captured (n,) and area in the frozen embeddings
     fit: Callable,  # (configuration, on_epoch=) -> adapter path
-    search: Callable,  # adapter path -> {(strength, format): (outcome (n,), captured (n,))}
+    search: Callable,  # adapter path -> {(strength, format): (outcome (n,), captured (n,), area)}
     n_seen: int,  # queries that count as seen; the others are unseen
     *,
     progress: "FitProgress | None" = None,
@@ -177,17 +198,17 @@ def compare_candidates(
 ) -> FoldComparison:
     "Fit every candidate, and compare its outcomes at every strength and format with those of the frozen embeddings."
     progress = progress or FitProgress(show=False)
-    before, capture = frozen
-    comparison = FoldComparison({}, {"frozen": capture[n_seen:]}, {}, {})
+    before, capture, area = frozen
+    comparison = FoldComparison({}, {"frozen": capture[n_seen:]}, {"frozen": area}, {}, {})
     for name, config in candidates:
         start = time.monotonic()
         progress.start(f"{name}{label}")
         path = fit(config, on_epoch=progress.epoch)
         comparison.fit_seconds[name] = time.monotonic() - start
-        for at, (after, capture) in search(path).items():
+        for at, (after, capture, area) in search(path).items():
             change = after - before
             comparison.changes[name, *at] = (change[:n_seen], change[n_seen:])
-            comparison.captured[name, *at] = capture[n_seen:]
+            comparison.captured[name, *at], comparison.areas[name, *at] = capture[n_seen:], area
         comparison.seconds[name] = time.monotonic() - start
         progress.finish()
     return comparison
@@ -416,6 +437,9 @@ def select(
     table["n_bytes"] = [row_format.n_bytes for row_format in formats]
     captured = [100 * np.concatenate([c.captured[key] for c in comparisons]).mean() for key in keys]
     table.insert(table.columns.get_loc("safety_check"), "capture_rate", captured)
+    areas = np.array([[c.areas[key] - c.areas["frozen"] for key in keys] for c in comparisons])
+    if not np.isnan(areas).all():
+        table.insert(table.columns.get_loc("safety_check"), "area", np.nanmean(areas, 0))
     table["seconds"] = [sum(c.seconds.get(name, 0.0) for c in comparisons) for name in table.method]
     best, reason = pick_candidate(table), f"no candidate gains within max_unseen_loss={limits['max_unseen_loss']:g}"
     return Selection(

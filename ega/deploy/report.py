@@ -22,19 +22,21 @@ from ..data.runtime import spawn_rngs
 from ega.measure.evaluation import (
     MAX_QUERIES,
     OWN_GALLERY,
+    CurveComparison,
     adapt_rows,
     caveats,
+    compare_curves,
+    curve_sentence,
     format_evaluation,
     format_points,
-    knn_among_rows,
-    label_hits,
-    plan_searches,
     read_rows,
+    search_both_spaces,
+    search_galleries,
     summary_sentence,
     tabulate_changes,
 )
 from ..measure.metrics import ar_at_k, displacement
-from ..measure.search import ivf_sweep, knn
+from ..measure.search import ivf_sweep, knn, knn_among_rows
 from ..method.adapters import interpolate
 from ..method.compression import RowFormat, as_stored, fit_projection, project
 from ..method.theory import effective_rank
@@ -98,19 +100,23 @@ def _find_examples(x, z, stored, queries, gallery, count, device):
     return examples
 
 # %% ../../nbs/deploy/09_report.ipynb #curve
+def _take(found, searches):
+    "The GalleryHits of some searches, given by their numbers."
+    return found._replace(hits=[found.hits[i] for i in searches])
+
+
 def _strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state):
     "Lines of the table of `ega.evaluate` with l2((1 - strength) x + strength z) instead of z."
     groups = {search.group for search in searches} - {"trained on"} or {"trained on"}
     galleries = ("unseen", searches[0].gallery_name)
     shown = [i for i, s in enumerate(searches) if s.group in groups and s.gallery_name in galleries]
-    searches, frozen, adapted = ([values[i] for i in shown] for values in (searches, frozen, adapted))
-    tables = []
+    of_shown, tables = [searches[i] for i in shown], []
     for strength in STRENGTHS:
-        hits = {0: frozen, 1: adapted}.get(strength)
-        if hits is None:
-            mixture = np.asarray(interpolate(x, z, strength), np.float32)
-            hits = [label_hits(mixture, y, s.queries, s.gallery, device=device) for s in searches]
-        table = tabulate_changes(searches, frozen, hits, y, is_seen, random_state=random_state)
+        found = {0: frozen, 1: adapted}.get(strength)
+        if found is None:
+            found = search_galleries(np.asarray(interpolate(x, z, strength), np.float32), y, searches, device=device)
+        before, after = _take(frozen, shown), _take(found, shown)
+        table = tabulate_changes(of_shown, before, after, y, is_seen, random_state=random_state)
         table.insert(0, "strength", strength)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
@@ -157,14 +163,13 @@ _SHARES = {"int8": (1, 2, 4, 8), "binary": (1, 2, 4)}  # 1 of so many components
 def _size_curve(z, y, is_seen, searches, frozen, device, random_state):
     "Evaluate the adapted rows in smaller formats: lines as of `ega.evaluate`, in the gallery of the main table."
     shown = [i for i, s in enumerate(searches) if s.gallery_name == searches[0].gallery_name]
-    searches, frozen = ([values[i] for i in shown] for values in (searches, frozen))
-    tables, d = [], z.shape[1]
+    of_shown, before, tables, d = [searches[i] for i in shown], _take(frozen, shown), [], z.shape[1]
     formats = {RowFormat(max(1, d // share), p) for p, shares in _SHARES.items() for share in shares}
     for row_format in sorted(formats, key=lambda f: (f.precision, f.n_components)):
         cut = project(z, fit_projection(z[is_seen] if is_seen.any() else z, row_format))
         stored = as_stored(cut, row_format)
-        hits = [label_hits(cut, y, s.queries, s.gallery, stored=stored, device=device) for s in searches]
-        table = tabulate_changes(searches, frozen, hits, y, is_seen, random_state=random_state)
+        after = _take(search_galleries(cut, y, searches, stored=stored, device=device), shown)
+        table = tabulate_changes(of_shown, before, after, y, is_seen, random_state=random_state)
         tables.append(table.assign(**row_format._asdict(), n_bytes=row_format.n_bytes))
     return pd.concat(tables, ignore_index=True)
 
@@ -173,6 +178,7 @@ class Comparison(NamedTuple):
     "All tables of a report."
 
     evaluation: pd.DataFrame  # the table of `ega.evaluate`
+    seen_unseen: CurveComparison | None  # curves of seen against unseen LP@1; None without queries of both
     outcome_counts: pd.DataFrame  # gained, lost and unchanged queries of each group, mean displacement
     strength_curve: pd.DataFrame | None  # evaluation of mixtures; None where frozen and stored rows cannot be mixed
     size_curve: pd.DataFrame  # evaluation of smaller rows
@@ -201,18 +207,16 @@ def compare_spaces(
     "Compare frozen and adapted embeddings of the same rows."
     if (n_labelled := int((y >= 0).sum())) < 14:
         raise InputError(f"a report needs at least 14 labelled rows, got {n_labelled}; label more")
-    searches = plan_searches(y, seen, trained_on, max_queries=max_queries, random_state=random_state)
-    frozen, adapted = (
-        [label_hits(v, y, s.queries, s.gallery, stored=held, device=device) for s in searches]
-        for v, held in ((x, None), (z, stored))
-    )
+    options: dict[str, Any] = dict(max_queries=max_queries, device=device, random_state=random_state)
+    searches, frozen, adapted = search_both_spaces(x, z, y, seen, trained_on, stored=stored, **options)
     is_seen = seen | trained_on
     is_comparable = x.shape == z.shape and stored is None  # a projection may have rotated stored rows
     moved = displacement(z, x) if is_comparable else np.full(len(x), np.nan)
-    queries = _query_outcomes(moved, y, is_seen, searches, frozen, adapted)
+    queries = _query_outcomes(moved, y, is_seen, searches, frozen.hits, adapted.hits)
     (cosine, rank), (adapted_cosine, adapted_rank) = cosine_and_rank(x), cosine_and_rank(z)
     return Comparison(
         evaluation=tabulate_changes(searches, frozen, adapted, y, is_seen, random_state=random_state),
+        seen_unseen=compare_curves(searches, frozen, adapted, y, random_state=random_state),
         outcome_counts=_count_outcomes(queries),
         strength_curve=_strength_curve(x, z, y, is_seen, searches, frozen, adapted, device, random_state)
         if is_comparable
@@ -333,6 +337,16 @@ def _svg(plot, c, height=3.2):
     return text[text.index("<svg") :]
 
 
+def _plot_seen_unseen(ax, c):
+    for space, colour in (("frozen", "#767676"), ("adapted", "#0072b2")):
+        curve = c.seen_unseen.curves[c.seen_unseen.curves.space == space]
+        ax.plot(curve.seen, curve.unseen, color=colour, lw=1.5, label=space)
+        at_0 = curve.iloc[(curve.gamma.abs()).argmin()]
+        ax.plot(at_0.seen, at_0.unseen, "o", ms=6, color=colour)
+    ax.set(xlabel="LP@1 of seen classes (points)", ylabel="LP@1 of unseen classes (points)")
+    ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
+
+
 def _plot_strength(ax, c):
     for (group, gallery), line in c.strength_curve.groupby(["group", "gallery"], sort=False):
         is_headline = gallery == c.evaluation.gallery[0]
@@ -414,6 +428,8 @@ def _html_content(c, names, ids, source):
     plots = [_plot_displacement, _plot_recall] if c.queries.displacement.notna().all() else [_plot_recall]
     content["charts"] = [_svg(plot, c) for plot in plots]
     content["size_chart"] = _svg(_plot_size, c, height=4.4)
+    if c.seen_unseen is not None:
+        content["seen_unseen_chart"] = _svg(_plot_seen_unseen, c, height=4.4)
     if c.strength_curve is not None:
         content["strength_chart"] = _svg(_plot_strength, c, height=4.4)
     return content
@@ -446,6 +462,7 @@ def write_comparison(
         "headline_title": f"{gallery.capitalize()} gallery: each query is searched among {all_rows}",
         "own": _change_table(c, False),
         "caveats": caveats(c.evaluation),
+        "seen_unseen": "" if c.seen_unseen is None else curve_sentence(c.seen_unseen),
         "curve": pd.DataFrame() if c.strength_curve is None else _curve_table(c.strength_curve),
         "sizes": _size_table(c.size_curve),
         "losses": _class_table(c.classes[c.classes.change < 0].head(8), names),

@@ -30,9 +30,8 @@ from ..data.packs import row_split
 from ..data.runtime import spawn_rngs
 from .protocols import build_split, evaluate_neighbours, get_protocol, load_embedding_sets
 from ..measure.calibration import csls_penalty, margins
-from ..measure.evaluation import EXTRA_NEIGHBOURS_FOR_TIES, knn_among_rows
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
-from ..measure.search import Neighbours, ivf_sweep, knn, loo_knn
+from ..measure.search import EXTRA_NEIGHBOURS_FOR_TIES, Neighbours, ivf_sweep, knn, knn_among_rows, loo_knn
 from ..method.adapters import interpolate, load_adapter, save_adapter, scale_residual, transform
 from ..method.config import METHODS, AdapterConfig, LossConfig, TrainConfig, config_to_dict, field_omitted_at_default
 from ..method.methods import AdapterPath, fit_adapter, fit_method

@@ -16,13 +16,13 @@ from ega.measure.evaluation import (
     evaluate,
     evaluate_embeddings,
     hash_unit_rows,
-    knn_among_rows,
     label_hits,
     plan_searches,
     rows_with_classmate,
     summary_sentence,
 )
 from ega.measure.metrics import loo_lp_at_k
+from ega.measure.search import knn_among_rows
 from ega.measure.statistics import bootstrap
 
 

@@ -22,8 +22,9 @@ from ega.deploy.report import (
     write_report,
 )
 from ega.estimator import EmbeddingAdapter
-from ega.measure.evaluation import evaluate, evaluate_embeddings, knn_among_rows, summary_sentence
+from ega.measure.evaluation import evaluate, evaluate_embeddings, summary_sentence
 from ega.measure.metrics import loo_lp_at_k
+from ega.measure.search import knn_among_rows
 from ega.method.adapters import interpolate
 from ega.pairs import evaluate_pairs
 
