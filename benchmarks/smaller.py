@@ -30,6 +30,7 @@ from ega.data.runtime import spawn_rngs
 from ega.experiments.grids import cached_table
 from ega.experiments.protocols import MAIN_BENCHMARKS
 from ega.experiments.runs import build_config, load_joint_rows, platform_tag
+from ega.measure.calibration import Margins, ausuc
 from ega.measure.evaluation import adapt_rows
 from ega.method.adapters import transform
 from ega.method.compression import RowFormat, as_stored, fit_projection, formats_within, project
@@ -273,18 +274,9 @@ def hits_of(found):
 
 
 def area_of(found, draws):
-    """Area under the curve of seen against unseen hits, in points, of each draw of queries (two arrays of weights).
-
-    A number added to the distances of fitted rows moves along the curve. The area is the probability that a seen and an
-    unseen query are both right in their own gallery and a number exists with which both are right in the mixed one."""
-    seen, _, m_seen = found["seen"]
-    _, unseen, m_unseen = found["unseen"]
-    order = np.argsort(m_unseen[unseen], kind="stable")
-    sorted_margins = m_unseen[unseen][order]
-    below, up_to = (np.searchsorted(sorted_margins, m_seen[seen], side) for side in ("left", "right"))
-    w_seen, w_unseen = draws[0][:, seen], np.pad(draws[1][:, unseen][:, order].cumsum(1), ((0, 0), (1, 0)))
-    area = (w_seen * (w_unseen[:, below] + w_unseen[:, up_to]) / 2).sum(1)
-    return 100 * area / (draws[0].sum(1) * draws[1].sum(1))
+    "Area under the curve of seen against unseen hits, in points, of each draw of queries (two arrays of weights)."
+    (seen, _, m_seen), (_, unseen, m_unseen) = found["seen"], found["unseen"]
+    return 100 * ausuc(Margins(seen, m_seen), Margins(unseen, -m_unseen), *draws)
 
 
 def class_draws(y, rng):
