@@ -233,10 +233,20 @@ _UNTRAINED = (
     ("lda", {"shrinkage": (0.1, 0.5)}),
     ("discriminant_whitening", {"strength": (0.0, 0.15, 0.3, 0.5, 0.7, 1.0), "shrinkage": (0.5, 0.2)}),
 )
+_CONTROLS = (  # the methods of experiment `controls`, at one setting each
+    ("frozen", {"center": (1,)}),
+    ("all_but_the_top", {}),
+    ("pca", {"shrinkage": (0.5,)}),
+    ("wccn", {}),
+    ("lda", {}),
+    ("discriminant_whitening", {"strength": (0.0, 0.15, 0.3, 0.5, 0.7, 1.0)}),
+    ("affine_nca", {"epochs": (24,), "strength": (0.5, 1.0)}),
+)
 _AFFINE_NCA = ("affine_nca", {"epochs": (24,), "strength": (0.2, 0.4, 0.6, 0.8, 1.0), "lr": (1.5e-3, 5e-4)})
 _CHOICE = replace(_CONTEST, protocol="held_out")
 CONTEST = {
     "operating": Sweep(_CONTEST, tuple((m, {}) for m in _TRAINED)),
+    "operating_controls": Sweep(replace(_CONTEST, benchmarks=MAIN_BENCHMARKS, splits=(42, 0, 1)), _CONTROLS),
     "operating_choice": Sweep(_CHOICE, (*_UNTRAINED, _AFFINE_NCA, *((m, {}) for m in _TRAINED))),
     "operating_second": Sweep(_CHOICE, _SECOND_SETTINGS),
 }
