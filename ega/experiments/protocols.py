@@ -44,6 +44,8 @@ BENCHMARKS = {
 }
 MAIN_BENCHMARKS = tuple(BENCHMARKS)  # the five that every method is compared on
 BENCHMARKS["cub100 lite2"] = Benchmark("cub100", "cub100", "efficientnet_lite2", "Aircraft under another backbone")
+BENCHMARKS["clinc150 e5"] = Benchmark("clinc150", "clinc150", "multilingual_e5_small", "no set: another encoder")
+BENCHMARKS["clinc150 use"] = Benchmark("clinc150", "clinc150", "use_multilingual", "no set: another encoder")
 
 # %% ../../nbs/experiments/01_protocols.ipynb #pack
 class PaperPack(NamedTuple):
