@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.stats import norm
 
 from .grids import DIAL, GRIDS, read_results
 from .protocols import MAIN_BENCHMARKS
 from .summary import add_mean_over_benchmarks, path_replicates
-from ..measure.statistics import grouped_rank_correlation
+from ..measure.statistics import grouped_rank_correlation, holm
 from ..method.config import MAIN_METHODS
 
 # %% ../../nbs/experiments/09_claims.ipynb #24515351
@@ -29,9 +30,9 @@ class Claim(NamedTuple):
     said_by: str  # "paper" or "ours"
     text: str
     effect: str  # the number that the rules are about, in words
-    gallery: str  # "own", "mixed" or "both"
     held: str  # rule, such as "low > 0"
     did_not_hold: str  # rule
+    gallery: str = "mixed"  # or "own" or "both"
 
 
 def load_claims(path):
@@ -239,15 +240,20 @@ TUNED_EFFECTS = {  # of the claims of data/claims_tuning.toml
 }
 
 # %% ../../nbs/experiments/09_claims.ipynb #1683adb6
-def evaluate_claims(claims, outcomes):
-    "Decide Claims in each of their galleries, by the 95 % percentile interval of the effect of Outcomes."
+def evaluate_claims(claims, outcomes, effects=EFFECTS | TUNED_EFFECTS):
+    """Decide Claims in each of their galleries, by the 95 % percentile interval of the effect of Outcomes.
+
+    `p`: of the verdict's own bound, two-sided, from the spread of the replicates, corrected for all verdicts (Holm)."""
     lines = []
     for claim in claims:
         galleries = ("own", "mixed") if claim.gallery == "both" else (claim.gallery,)
-        for name, effect in (EFFECTS | TUNED_EFFECTS)[claim.id].items():
+        for name, effect in effects[claim.id].items():
             for gallery in galleries:
                 values = effect(outcomes, gallery)
                 low, high = np.percentile(values[1:], [2.5, 97.5])
                 line = {"id": claim.id, "said_by": claim.said_by, "text": claim.text, "of": name, "gallery": gallery}
-                lines.append(line | dict(estimate=values[0], low=low, high=high, verdict=decide(claim, low, high)))
-    return pd.DataFrame(lines)
+                verdict = decide(claim, low, high)
+                bound = float((claim.did_not_hold if verdict == "did not hold" else claim.held).split()[-1])
+                p = 2 * norm.sf(abs(values[0] - bound) / values[1:].std())
+                lines.append(line | dict(estimate=values[0], low=low, high=high, verdict=verdict, p=p))
+    return pd.DataFrame(lines).assign(p=lambda table: holm(table.p))

@@ -61,9 +61,15 @@ def _share_right(found, thresholds, weights=None):
     return (below[..., -1:] - (below[..., first] + below[..., last]) / 2) / weights.sum(-1, keepdims=True)
 
 
-def lp_at_gamma(seen: Margins, unseen: Margins, gamma: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # (m,) each
-    "LP@1 of seen and of unseen queries in the mixed gallery, with gamma (m,) subtracted from all cosines to seen rows."
-    return _share_right(seen, gamma), _share_right(unseen, -gamma)
+def lp_at_gamma(
+    seen: Margins,
+    unseen: Margins,
+    gamma: np.ndarray,  # (k,) subtracted from all cosines to seen rows
+    w_seen: np.ndarray | None = None,  # (m, n) weights of the seen queries, m times; None: all alike, once
+    w_unseen: np.ndarray | None = None,  # (m, n')
+) -> tuple[np.ndarray, np.ndarray]:  # (k,) or (m, k) each
+    "LP@1 of seen and of unseen queries in the mixed gallery."
+    return _share_right(seen, gamma, w_seen), _share_right(unseen, -gamma, w_unseen)
 
 
 def seen_unseen_curve(seen: Margins, unseen: Margins) -> pd.DataFrame:
