@@ -251,8 +251,8 @@ CONTEST = {
         Grid("operating", ("clinc150 e5", "clinc150 use"), splits=(42, 0, 1), seeds=(0,)),
         (*((m, {}) for m in _TRAINED), *_CONTROLS),
     ),
-    "operating_choice": Sweep(_CHOICE, (*_UNTRAINED, _AFFINE_NCA, *((m, {}) for m in _TRAINED))),
-    "operating_second": Sweep(_CHOICE, _SECOND_SETTINGS),
+    "operating_choice": Sweep(replace(_CHOICE, splits=(42, 0, 1)), (*_UNTRAINED, _AFFINE_NCA)),
+    "operating_trained": Sweep(_CHOICE, (*((m, {}) for m in _TRAINED), *_SECOND_SETTINGS)),
 }
 
 # %% ../../nbs/experiments/03_grids.ipynb #b698a846

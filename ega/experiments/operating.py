@@ -107,7 +107,7 @@ class OperatingPoints:
 def contest_candidates():  # {name: Points}
     "The candidates of each method in the contest: its settings at every strength."
     candidates = {}
-    for grid in ("operating_choice", "operating_second"):
+    for grid in ("operating_choice", "operating_trained"):
         for method in dict.fromkeys(c.method for c in CONTEST[grid].configs()):
             name, strengths = method.split()[0], STRENGTHS[1:]
             if "strength=0 " in method:
