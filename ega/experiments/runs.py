@@ -439,20 +439,29 @@ def _evaluate_operating_points(config, packs, checkpoint, device):
     "LP@1 and margins of all queries at every operating point: one row for each, query set and scoring."
     run, start, table = _load_and_split(config, packs), time.monotonic(), []
     rows, origin = _join_rows(run), _run_columns(config, run)
-    searches = {"seen": (rows.seen_queries, rows.fit, rows.unseen_gallery)}
+    mixed, searches = np.union1d(rows.fit, rows.unseen_gallery), {}
+    searches["seen"] = (rows.seen_queries, rows.fit, rows.unseen_gallery)
     searches["unseen"] = (rows.unseen_queries, rows.unseen_gallery, rows.fit)
     for interpolation, strength, z in _operating_points(config, run, rows, checkpoint, device):
         penalties = {"cosine": None}
         if strength in (0, 1):
-            penalties["csls"] = csls_penalty(z, np.union1d(rows.fit, rows.unseen_gallery), device=device)
+            penalties["csls"] = csls_penalty(z, mixed, device=device)
         for scoring, penalty in penalties.items():
             for query_set, (queries, own, other) in searches.items():
                 found = margins(z, rows.y, queries, own, other, penalty=penalty, device=device)
                 code = np.floor(found.margin / MARGIN_STEP).clip(-(2**15), 2**15 - 1).astype(np.int16)
                 point = dict(interpolation=interpolation, strength=strength, scoring=scoring, query_set=query_set)
+                is_end = strength == 1 and scoring == "cosine"
+                point["kept_neighbours"] = _kept_neighbours(rows.x, z, queries, mixed) if is_end else np.nan
                 of_queries = dict(query_class=np.int32(rows.y[queries]), hit=np.float32(found.hit), margin=code)
                 table.append(origin | point | dict(n=len(queries), gallery=len(own) + len(other)) | of_queries)
     return pd.DataFrame(table).assign(seconds=time.monotonic() - start)
+
+
+def _kept_neighbours(x, z, queries, gallery, k=10):
+    "The mean share of the k nearest rows of frozen queries that are among the k nearest of adapted ones."
+    before, after = (knn_among_rows(rows, queries, gallery, k).I for rows in (x, z))
+    return float((before[:, :, None] == after[:, None]).any(2).mean())
 
 # %% ../../nbs/experiments/02_runs.ipynb #over-settings
 INDEX_SETTINGS = {"nlist": (10, 32, 100), "nprobe": (1, 2, 5, 10, 32, 100), "k": (1, 3, 5, 10)}
