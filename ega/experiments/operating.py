@@ -15,7 +15,7 @@ from ..data.arrays import InputError
 from .claims import OVER_THE_BATCH, PAPER_METHODS
 from .grids import CONTEST
 from .runs import MARGIN_STEP, STRENGTHS
-from ..measure.calibration import Margins, ausuc, choose_gamma, lp_at_gamma
+from ..measure.calibration import Margins, ausuc, lp_at_gamma
 
 # %% ../../nbs/experiments/10_operating.ipynb #point
 class Point(NamedTuple):
@@ -120,22 +120,22 @@ def contest_candidates():  # {name: Points}
 
 
 def choose_points(
-    held_out,  # OperatingPoints under the protocol held_out
+    held_out,  # rows of the task "operating" under the protocol held_out
     candidates,  # Points
     objective,  # "gain" or "area"
 ):  # {(benchmark, split): Point}
-    "The candidate with the largest gain or area on held-out classes, in each cell; the first of equal ones."
-    stored = set(held_out.points())
-    candidates = [point for point in candidates if point in stored]
-    return {
-        cell: max(candidates, key=lambda point: held_out.values(objective, *cell, point)[0]) for cell in held_out.cells
-    }
+    "The stored candidate with the largest gain or area on held-out classes, in each cell; the first of equal ones."
+    rank = {point: number for number, point in enumerate(candidates)}
+    points = [Point(*key) for key in zip(*(held_out[name] for name in Point._fields))]
+    rows = held_out.assign(point=points, rank=[rank.get(p) for p in points], gain=(held_out.seen + held_out.unseen) / 2)
+    rows = rows.dropna(subset="rank").sort_values([objective, "rank"], ascending=[False, True])
+    return dict(rows.groupby(["benchmark", "split_seed"]).point.first())
 
 
-def choose_gammas(held_out, points):  # {(benchmark, split): float}
-    "The gamma with the largest gain on held-out classes, for a point or one in each cell."
-    chosen = points if isinstance(points, dict) else dict.fromkeys(held_out.cells, points)
-    return {cell: choose_gamma(*held_out.sides(*cell, point)) for cell, point in chosen.items()}
+def choose_gammas(held_out, point):  # {(benchmark, split): float}
+    "The gamma with the largest gain on held-out classes of a point, in each cell."
+    is_point = (held_out[list(Point._fields)] == list(point)).all(axis=1)
+    return dict(held_out[is_point].set_index(["benchmark", "split_seed"]).gamma)
 
 # %% ../../nbs/experiments/10_operating.ipynb #geometry
 def unseen_at_frozen_seen(points, benchmark, split, point):

@@ -29,7 +29,7 @@ from ..data.arrays import InputError, normalize
 from ..data.packs import row_split
 from ..data.runtime import spawn_rngs
 from .protocols import build_split, evaluate_neighbours, get_protocol, load_embedding_sets
-from ..measure.calibration import csls_penalty, margins
+from ..measure.calibration import ausuc, choose_gamma, csls_penalty, lp_at_gamma, margins
 from ..measure.metrics import ar_at_k, displacement, lp_at_k, pair_distances, pair_separation
 from ..measure.search import EXTRA_NEIGHBOURS_FOR_TIES, Neighbours, ivf_sweep, knn, knn_among_rows, loo_knn
 from ..method.adapters import interpolate, load_adapter, save_adapter, scale_residual, transform
@@ -42,7 +42,7 @@ class RunConfig:
     "One training and its evaluation."
 
     # "unseen", "in_distribution"; or a sweep: "index" (over index settings), "curve" (strength), "path" (epochs),
-    # "tuning" (epochs and strength), "operating" (strength and scoring)
+    # "tuning" (epochs and strength), "operating" (strength and scoring), "endpoint" (scoring)
     task: str
     benchmark: str  # see `get_benchmark`
     method: str  # key of METHODS, perhaps with settings: "supcon tau=0.1"
@@ -76,7 +76,7 @@ def _override_setting(config, setting):
         if old is not None:
             return replace(config, **{part_name: replace(part, **{name: type(old)(value)})})
     kinds = {"center": bool}
-    if config.task in ("path", "tuning", "operating"):
+    if config.task in ("path", "tuning", "operating", "endpoint"):
         kinds["strength"] = float
     if config.task == "tuning":
         kinds["epoch"] = int
@@ -86,7 +86,7 @@ def _override_setting(config, setting):
 
 # %% ../../nbs/experiments/02_runs.ipynb #config-of
 def build_config(
-    task,  # "unseen", "in_distribution", "index", "curve", "path", "tuning" or "operating"
+    task,  # "unseen", "in_distribution", "index", "curve", "path", "tuning", "operating" or "endpoint"
     benchmark,  # see `get_benchmark`
     method,  # key of METHODS, perhaps with settings: "supcon tau=0.1 lr=0.0003"
     *,
@@ -218,7 +218,7 @@ def run_experiment(
     if config.task == "path":
         return _evaluate_path(config, packs, checkpoint, device, path_epochs)
     tasks = {"tuning": _evaluate_candidates, "index": _sweep_index_settings, "curve": _sweep_strengths}
-    tasks["operating"] = _evaluate_operating_points
+    tasks |= dict.fromkeys(("operating", "endpoint"), _evaluate_operating_points)
     tasks |= dict.fromkeys(("unseen", "in_distribution"), _evaluate_once)
     return tasks[config.task](config, packs, checkpoint, device)
 
@@ -428,34 +428,49 @@ def _operating_points(config, run, rows, checkpoint, device):
         init_transform, adapter, _ = fit_method(config, fit_x, fit_y, checkpoint=checkpoint, device=device)
         u = init_transform.transform(x) if init_transform else x
         z = u if adapter is None else transform(adapter, u, device=device)
-    for strength in STRENGTHS[1:]:
+    is_endpoint = config.task == "endpoint"
+    for strength in (1.0,) if is_endpoint else STRENGTHS[1:]:
         yield "output", strength, _at_strength(x, z, strength)
-    if AdapterPath(adapter).has_strengths:
+    if AdapterPath(adapter).has_strengths and not is_endpoint:
         for strength in STRENGTHS[1:-1]:
             yield "weight", strength, transform(scale_residual(adapter, strength), u, device=device)
 
 
 def _evaluate_operating_points(config, packs, checkpoint, device):
-    "LP@1 and margins of all queries at every operating point: one row for each, query set and scoring."
+    "LP@1 and margins of all queries at every operating point, or their means under the protocol `held_out`."
     run, start, table = _load_and_split(config, packs), time.monotonic(), []
-    rows, origin = _join_rows(run), _run_columns(config, run)
+    rows, is_choice = _join_rows(run), run.protocol.held_out
     mixed, searches = np.union1d(rows.fit, rows.unseen_gallery), {}
     searches["seen"] = (rows.seen_queries, rows.fit, rows.unseen_gallery)
     searches["unseen"] = (rows.unseen_queries, rows.unseen_gallery, rows.fit)
     for interpolation, strength, z in _operating_points(config, run, rows, checkpoint, device):
         penalties = {"cosine": None}
-        if strength in (0, 1):
+        if strength in (0, 1) and not is_choice:
             penalties["csls"] = csls_penalty(z, mixed, device=device)
         for scoring, penalty in penalties.items():
+            found = {q: margins(z, rows.y, *s, penalty=penalty, device=device) for q, s in searches.items()}
+            point = _run_columns(config, run) | dict(interpolation=interpolation, strength=strength, scoring=scoring)
+            if is_choice:
+                table.append(point | {"query_set": "both"} | _means_of_point(found["seen"], found["unseen"]))
+                continue
             for query_set, (queries, own, other) in searches.items():
-                found = margins(z, rows.y, queries, own, other, penalty=penalty, device=device)
-                code = np.floor(found.margin / MARGIN_STEP).clip(-(2**15), 2**15 - 1).astype(np.int16)
-                point = dict(interpolation=interpolation, strength=strength, scoring=scoring, query_set=query_set)
+                code = np.floor(found[query_set].margin / MARGIN_STEP).clip(-(2**15), 2**15 - 1).astype(np.int16)
+                row = dict(query_set=query_set, n=len(queries), gallery=len(own) + len(other))
                 is_end = strength == 1 and scoring == "cosine"
-                point["kept_neighbours"] = _kept_neighbours(rows.x, z, queries, mixed) if is_end else np.nan
-                of_queries = dict(query_class=np.int32(rows.y[queries]), hit=np.float32(found.hit), margin=code)
-                table.append(origin | point | dict(n=len(queries), gallery=len(own) + len(other)) | of_queries)
+                row["kept_neighbours"] = _kept_neighbours(rows.x, z, queries, mixed) if is_end else np.nan
+                row |= dict(query_class=np.int32(rows.y[queries]), hit=np.float32(found[query_set].hit))
+                table.append(point | row | {"margin": code if interpolation == "output" else code.clip(-1, 0)})
     return pd.DataFrame(table).assign(seconds=time.monotonic() - start)
+
+
+def _means_of_point(seen, unseen):
+    "LP@1 of seen and unseen queries at gamma 0 and at the gamma with the largest mean of both, and the area."
+    gamma = choose_gamma(seen, unseen)
+    at = lp_at_gamma(seen, unseen, np.array([0.0, gamma]))
+    means = {"gamma": gamma, "area": ausuc(seen, unseen), "n": len(seen.hit) + len(unseen.hit)}
+    for name, (at_0, at_gamma) in zip(("seen", "unseen"), at):
+        means |= {name: at_0, f"{name}_at_gamma": at_gamma}
+    return means
 
 
 def _kept_neighbours(x, z, queries, gallery, k=10):
