@@ -366,20 +366,18 @@ def _evaluate(args):
 
 def _evaluate_labels(args, adapter):
     "The table of an adapter that was fitted on labels, and the sentences that explain it."
-    from ega.measure.evaluation import curve_sentence, evaluate_with_curve, format_evaluation
+    from ega.measure.evaluation import evaluate_with_curve, format_evaluation
 
     x, y = _read_inputs(args, adapter.classes_)
     table, compared = evaluate_with_curve(adapter, x, y, unlabelled=args.unlabelled, random_state=args.seed)
-    sentences = _sentences(table, y, args.unlabelled, adapter.classes_)
-    if compared is not None:
-        sentences = f"{_wrap(curve_sentence(compared))}\n{sentences}"
+    sentences = _sentences(table, compared, y, args.unlabelled, adapter.classes_)
     return table, f"{format_evaluation(table).to_string(index=False)}\n\n{sentences}"
 
 # %% ../nbs/deploy/10_cli.ipynb #evaluate-labels
-def _sentences(table, y, unlabelled, fitted):
-    "What the table of `ega.evaluate` says, which classes the labels have, and what limits it."
+def _sentences(table, compared, y, unlabelled, fitted):
+    "What the table of `ega.evaluate` and the curves say, which classes the labels have, and what limits it."
     from ega.data.arrays import check_y, match_classes
-    from ega.measure.evaluation import caveats, summary_sentence
+    from ega.measure.evaluation import caveats, curve_sentence, summary_sentence
 
     classes = check_y(y, unlabelled=unlabelled)[1]
     is_fitted = match_classes(classes, fitted)
@@ -394,7 +392,8 @@ def _sentences(table, y, unlabelled, fitted):
             else f"{len(unknown):,} others are unknown to it and count"
         )
         text += f"; {count} as unseen: {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else '.'}"
-    return "\n".join(map(_wrap, (summary_sentence(table), text, *caveats(table))))
+    curve = [] if compared is None else [curve_sentence(compared)]
+    return "\n".join(map(_wrap, (summary_sentence(table), *curve, text, *caveats(table))))
 
 # %% ../nbs/deploy/10_cli.ipynb #evaluate-pairs
 def _evaluate_pairs(args, adapter):
@@ -440,7 +439,8 @@ def _report(args):
         tables = ("evaluation", "outcome_counts", "strength_curve")
         print(json.dumps({"out": args.out} | {name: _records(getattr(comparison, name)) for name in tables}))
     else:
-        print(f"{_sentences(comparison.evaluation, y, args.unlabelled, adapter.classes_)}\n{args.out}")
+        sentences = _sentences(comparison.evaluation, comparison.seen_unseen, y, args.unlabelled, adapter.classes_)
+        print(f"{sentences}\n{args.out}")
 
 
 def _report_pairs(args, adapter):
