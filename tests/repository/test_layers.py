@@ -23,7 +23,7 @@ LIBRARY = [
         "method.config",
     },
     {"data.encoders", "method.closed_form", "method.training", "method.interface"},
-    {"data.embed", "method.methods", "method.theory", "deploy.transform"},
+    {"data.embed", "method.methods", "method.theory", "deploy.transform", "measure.calibration"},
     {"measure.evaluation", "deploy.index", "data.relevance"},
     {
         "selection",
@@ -45,6 +45,7 @@ EXPERIMENTS = [
     {"experiments.runs"},
     {"experiments.grids", "experiments.summary"},
     {"experiments.published", "experiments.tables", "experiments.claims"},
+    {"experiments.operating"},
     {"experiments.cli"},
 ]
 LAYERS = LIBRARY + EXPERIMENTS  # an experiment may import the whole library; the library imports no experiment
