@@ -338,11 +338,14 @@ def _svg(plot, c, height=3.2):
 
 
 def _plot_seen_unseen(ax, c):
+    here = []
     for space, colour in (("frozen", "#767676"), ("adapted", "#0072b2")):
         curve = c.seen_unseen.curves[c.seen_unseen.curves.space == space]
         ax.plot(curve.seen, curve.unseen, color=colour, lw=1.5, label=space)
-        at_0 = curve.iloc[(curve.gamma.abs()).argmin()]
-        ax.plot(at_0.seen, at_0.unseen, "o", ms=6, color=colour)
+        here.append(curve.loc[curve.gamma.abs().idxmin(), ["seen", "unseen"]].to_numpy(float))
+        ax.plot(*here[-1], "o", ms=6, color=colour)
+    left, bottom = np.maximum(0, np.min(here, axis=0) - 30)  # the ends of a curve are of no use to anyone
+    ax.set(xlim=(left, None), ylim=(bottom, None))
     ax.set(xlabel="LP@1 of seen classes (points)", ylabel="LP@1 of unseen classes (points)")
     ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
 

@@ -144,4 +144,4 @@ def ausuc_change(
     areas = ausuc_replicates([frozen, adapted], y_seen, y_unseen, random_state=random_state)
     change = areas[:, 1] - areas[:, 0]
     low, high = np.quantile(change[1:], [(1 - confidence) / 2, (1 + confidence) / 2])
-    return *map(float, areas[0]), Interval(float(change[0]), float(low), float(high))
+    return float(areas[0, 0]), float(areas[0, 1]), Interval(float(change[0]), float(low), float(high))

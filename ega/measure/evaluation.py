@@ -225,20 +225,19 @@ def compare_curves(
     *,
     random_state: int = 0,
     confidence: float = 0.95,
-) -> CurveComparison | None:  # None without queries of seen and of unseen classes in a mixed gallery
+) -> CurveComparison | None:  # None without queries of seen classes, not fitted on, and of unseen classes
     "Compare frozen and adapted embeddings by the curve of seen against unseen LP@1."
-    seen = "seen" if "seen" in frozen.margins else "trained on"
-    if not {seen, "unseen"} <= frozen.margins.keys():
+    if not {"seen", "unseen"} <= frozen.margins.keys():
         return None
     sides = {
-        name: (found.margins[seen], found.margins["unseen"])
+        name: (found.margins["seen"], found.margins["unseen"])
         for name, found in (("frozen", frozen), ("adapted", adapted))
     }
     curves = pd.concat([seen_unseen_curve(*side).assign(space=name) for name, side in sides.items()])
     curves[["seen", "unseen"]] *= 100
     labels = {s.group: y[s.queries] for s in searches}
     options: dict[str, Any] = dict(confidence=confidence, random_state=random_state)
-    change = ausuc_change(*sides.values(), labels[seen], labels["unseen"], **options)
+    change = ausuc_change(sides["frozen"], sides["adapted"], labels["seen"], labels["unseen"], **options)
     return CurveComparison(curves[["space", "gamma", "seen", "unseen"]].reset_index(drop=True), *change)
 
 
@@ -441,7 +440,9 @@ def evaluate(
     return tabulate_changes(*found, y, is_seen, random_state=random_state, confidence=confidence)
 
 
-def _search_estimator(estimator, X, y, unlabelled, max_queries, random_state, confidence):
+def _search_estimator(
+    estimator: Any, X: Any, y: Any, unlabelled: Sequence | None, max_queries: int, random_state: int, confidence: float
+) -> tuple[tuple[list[QuerySearch], GalleryHits, GalleryHits], np.ndarray, np.ndarray]:
     "Plan and outcomes of `search_both_spaces`, the labels as numbers, and the rows that count as seen."
     if not 0 < confidence < 1:
         raise InputError(f"confidence must be in (0, 1), got {confidence}")
