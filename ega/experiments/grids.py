@@ -255,6 +255,7 @@ CONTEST = {
         (*((m, {}) for m in _TRAINED), *_CONTROLS),
     ),
     "operating_choice": Sweep(replace(_CHOICE, splits=(42, 0, 1)), (*_UNTRAINED, _AFFINE_NCA)),
+    "operating_chosen": TunedGrid(replace(_CONTEST, splits=(42, 0, 1)), "operating_chosen.csv"),
     "operating_trained": Sweep(_CHOICE, (*((m, {}) for m in _TRAINED), *_SECOND_SETTINGS)),
 }
 
@@ -284,7 +285,7 @@ GRIDS = {
         "equal_tuning": Sweep(replace(_TUNING, protocol="held_out"), tuple(EQUAL_TUNING_GRID.items())),
         "equal_tuned": TunedGrid(_TUNING, "equal_tuned.csv"),
         # Of the contest of operating points what is complete.
-        **{name: CONTEST[name] for name in ("operating", "operating_controls", "operating_encoders")},
+        **{name: CONTEST[name] for name in CONTEST if name != "operating_trained"},
     },
     "quick": {
         "main": Grid("path", MAIN_BENCHMARKS, splits=(42,), seeds=(0,), path_epochs=(2, 10)),

@@ -110,7 +110,9 @@ def contest_candidates():  # {name: Points}
     for grid in ("operating_choice", "operating_trained"):
         for method in dict.fromkeys(c.method for c in CONTEST[grid].configs()):
             name, strengths = method.split()[0], STRENGTHS[1:]
-            if "strength=0 " in method:
+            if name == "frozen":
+                name, strengths = "centred", (0.0,)
+            elif "strength=0 " in method:
                 name = "centred_whitening"
             elif "strength=" in method:  # a place between its own start and end
                 strengths = (1.0,)
