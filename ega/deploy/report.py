@@ -337,19 +337,6 @@ def _svg(plot, c, height=3.2):
     return text[text.index("<svg") :]
 
 
-def _plot_seen_unseen(ax, c):
-    here = []
-    for space, colour in (("frozen", "#767676"), ("adapted", "#0072b2")):
-        curve = c.seen_unseen.curves[c.seen_unseen.curves.space == space]
-        ax.plot(curve.seen, curve.unseen, color=colour, lw=1.5, label=space)
-        here.append(curve.loc[curve.gamma.abs().idxmin(), ["seen", "unseen"]].to_numpy(float))
-        ax.plot(*here[-1], "o", ms=6, color=colour)
-    left, bottom = np.maximum(0, np.min(here, axis=0) - 30)  # the ends of a curve are of no use to anyone
-    ax.set(xlim=(left, None), ylim=(bottom, None))
-    ax.set(xlabel="LP@1 of seen classes (points)", ylabel="LP@1 of unseen classes (points)")
-    ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
-
-
 def _plot_strength(ax, c):
     for (group, gallery), line in c.strength_curve.groupby(["group", "gallery"], sort=False):
         is_headline = gallery == c.evaluation.gallery[0]
@@ -386,6 +373,19 @@ def _plot_recall(ax, c):
     ax.set(xlabel="share of the gallery scanned (%)", ylabel="AR@10 (%)", xscale="log")
     ax.xaxis.set_major_formatter("{x:g}")  # superscripts would be too small to read
     ax.xaxis.set_minor_formatter("")
+    ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
+
+# %% ../../nbs/deploy/09_report.ipynb #chart-seen-unseen
+def _plot_seen_unseen(ax, c):
+    here = []
+    for space, colour in (("frozen", "#767676"), ("adapted", "#0072b2")):
+        curve = c.seen_unseen.curves[c.seen_unseen.curves.space == space]
+        ax.plot(curve.seen, curve.unseen, color=colour, lw=1.5, label=space)
+        here.append(curve.loc[curve.gamma.abs().idxmin(), ["seen", "unseen"]].to_numpy(float))
+        ax.plot(*here[-1], "o", ms=6, color=colour)
+    left, bottom = np.maximum(0, np.min(here, axis=0) - 30)  # the ends of a curve are of no use to anyone
+    ax.set(xlim=(left, None), ylim=(bottom, None))
+    ax.set(xlabel="LP@1 of seen classes (points)", ylabel="LP@1 of unseen classes (points)")
     ax.figure.legend(loc="outside upper left", frameon=False, ncols=2)
 
 # %% ../../nbs/deploy/09_report.ipynb #html-page

@@ -94,7 +94,7 @@ def test_trained_operating_points_end_where_the_main_grid_ends():
     ends = ends[(ends.strength == 1) | (ends.method == "frozen")]
     assert (rows.margin.map(len) == rows.n).all() and len(ends) == 2 * rows.run_id.nunique()
     main = main[main.epoch == main.groupby("run_id").epoch.transform("max")]
-    main = main.set_index(["benchmark", "split_seed", "method", "query_set", "gallery_kind"])
+    main = main.set_index(["benchmark", "split_seed", "method", "query_set", "gallery_kind"]).sort_index()
     for row in ends.itertuples():
         of_main = main.loc[row.benchmark, row.split_seed, row.method, row.query_set].hit
         mixed = row.hit * (np.asarray(row.margin) >= 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parents[2]
-FILE_MB, TREE_MB = 10, 88
+FILE_MB, TREE_MB = 10, 90
 TEXT = {
     ".py",
     ".ipynb",
