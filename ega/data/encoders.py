@@ -250,7 +250,7 @@ def _efficientnet_lite(size, device):
 # %% ../../nbs/data/06_encoders.ipynb #minilm
 @dataclass(eq=False, repr=False)
 class TextEncoder:
-    "Encode texts with a function."
+    "A text encoder, made of a function from texts to vectors."
 
     encode: Callable[[list], np.ndarray]  # texts -> vectors (n, d)
     preprocessing: str  # description of it

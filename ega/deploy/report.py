@@ -101,7 +101,7 @@ def _find_examples(x, z, stored, queries, gallery, count, device):
 
 # %% ../../nbs/deploy/09_report.ipynb #curve
 def _take(found, searches):
-    "The GalleryHits of some searches, given by their numbers."
+    "The outcomes of some of the searches, given by their positions."
     return found._replace(hits=[found.hits[i] for i in searches])
 
 

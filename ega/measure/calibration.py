@@ -19,14 +19,14 @@ from .statistics import Interval
 
 # %% ../../nbs/measure/04_calibration.ipynb #margins
 class Margins(NamedTuple):
-    "How queries of one side, seen or unseen, are answered in a gallery of both sides."
+    "LP@1 and margin of the queries of one side, seen or unseen classes, for a gallery that holds both sides."
 
     hit: np.ndarray  # (n,) LP@1 among the rows of their own side
     margin: np.ndarray  # (n,) cosine to the nearest row of their own side minus that to the nearest row of the other
 
 
 def add_penalty(z: np.ndarray, penalty: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # queries, stored rows
-    "Unit rows (n, d) with one more component, as queries and as stored rows: L2 search ranks by cosine minus penalty."
+    "Add a component to unit rows (n, d), with which L2 search ranks by cosine minus penalty (n,)."
     root = np.sqrt(2 * (penalty - penalty.min())).astype(np.float32)
     return np.pad(z, ((0, 0), (0, 1))), np.hstack([z, root[:, None]])
 
@@ -42,7 +42,7 @@ def margins(
     penalty: np.ndarray | None = None,  # (n,) subtracted from the cosines to a row
     device: str | None = None,
 ) -> Margins:
-    "Search queries among the rows of their own side and among those of the other side."
+    "The Margins of queries, from a search among the rows of each side."
     if penalty is not None:
         z, with_penalty = add_penalty(z, penalty)
         stored = with_penalty if stored is None else np.hstack([stored, with_penalty[:, -1:]])
@@ -52,7 +52,7 @@ def margins(
 
 # %% ../../nbs/measure/04_calibration.ipynb #curve
 def _share_right(found, thresholds, weights=None):
-    "Share of the queries, or of weights (m, n), that are hits with a margin above each threshold; half if equal."
+    "Weighted share of queries that are hits with a margin above each threshold; half where they are equal."
     order = np.argsort(found.margin, kind="stable")
     weights = np.ones(len(order)) if weights is None else weights
     below = np.cumsum((weights * found.hit)[..., order], axis=-1)
@@ -73,7 +73,7 @@ def lp_at_gamma(
 
 
 def seen_unseen_curve(seen: Margins, unseen: Margins) -> pd.DataFrame:
-    "Columns gamma, seen and unseen (LP@1), in the middle between any two gammas at which either changes."
+    "The whole curve: LP@1 of seen and of unseen queries, for one gamma between any two steps."
     steps = np.unique(np.concatenate([seen.margin, -unseen.margin]))
     gamma = np.concatenate([steps[:1] - 1, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 1])
     return pd.DataFrame({"gamma": gamma} | dict(zip(("seen", "unseen"), lp_at_gamma(seen, unseen, gamma))))

@@ -310,6 +310,11 @@ def _between_directions(F) -> tuple[np.ndarray, np.ndarray]:
     return l[above], U[:, above]
 
 # %% ../../nbs/method/05_closed_form.ipynb #pca
+def _principal_directions(x):
+    "Eigenvalues, ascending, and eigenvectors (columns) of the covariance of rows."
+    return np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0))
+
+
 class PCAMap(LinearMap):
     "PCA whitening of all rows, without labels: the unsupervised control."
 
@@ -330,7 +335,7 @@ class PCAMap(LinearMap):
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> Self:
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
         x = np.asarray(X, np.float32)
-        w, V = np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0))
+        w, V = _principal_directions(x)
         w, V = _shrunk_eigenvalues(w, self.shrinkage)[::-1], V[:, ::-1]  # eigh sorts in ascending order
         w, V = w[: self.n_components], V[:, : self.n_components]
         if self.whiten:
@@ -349,7 +354,7 @@ class AllButTheTop(LinearMap):
     def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> Self:
         "Fit on embeddings (n, d); `y` is ignored. Returns self."
         x = np.asarray(X, np.float32)
-        _, V = np.linalg.eigh(np.cov(x.astype(np.float64), rowvar=False, ddof=0))
+        _, V = _principal_directions(x)
         top = V[:, len(V) - round(self.share * len(V)) :]  # eigh sorts in ascending order
         return self._set_map(np.eye(len(V)) - top @ top.T, x.mean(0, dtype=np.float64))
 
