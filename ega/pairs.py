@@ -31,7 +31,7 @@ from .data.arrays import InputError, check_feature_names, check_y, normalize
 from .data.files import hash_arrays, read_json
 from .data.relevance import check_pairs, queries_with_relevant
 from .data.runtime import limit_threads, pick_device, spawn_rngs
-from .estimator import EmbeddingAdapter, UnitRows, _BaseAdapter, saved_path
+from .estimator import EmbeddingAdapter, FitRows, _BaseAdapter, saved_path
 from .measure.evaluation import change_against_frozen, change_in_words, hash_unit_rows
 from .measure.ranking import ranking_metrics
 from .measure.search import knn
@@ -49,7 +49,7 @@ from .selection import MIN_CLASSES, STRENGTHS, FitProgress, Selection, compare_c
 _WeightedPairs = namedtuple("_WeightedPairs", "query document weight")
 
 
-_Rows = np.ndarray | UnitRows  # (n, d) unit rows
+_Rows = np.ndarray | FitRows  # (n, d) unit rows
 
 
 def _weighted_pairs(pairs) -> _WeightedPairs:
@@ -568,9 +568,9 @@ class PairAdapter(_BaseAdapter):
             progress.add_steps(1)  # the fit on all pairs
             check_feature_names(fitted, queries, reset=True)
             check_feature_names(fitted, documents, reset=False)
-            xq = UnitRows(queries, "queries")
+            xq = FitRows(queries, "queries")
             fitted.n_features_in_ = d = xq.shape[1]
-            xd = UnitRows(documents, "documents", d)
+            xd = FitRows(documents, "documents", d)
             pairs = _check_relevant_pairs(pairs, xq, xd)
             groups = None if groups is None else check_y(groups, len(xd))[0]
             negatives = _check_negatives(negatives, xq, xd, pairs)
@@ -654,7 +654,7 @@ def _measure_queries(estimator, queries, documents, pairs, k):
     "Search all documents for each query with a relevant document, frozen and adapted; queries fitted on are apart."
     if not hasattr(estimator, "query_adapter_"):
         raise InputError(f"estimator must be a fitted PairAdapter, got {type(estimator).__name__}; see ega.evaluate")
-    xq, xd = (UnitRows(x, n, estimator.n_features_in_) for x, n in ((queries, "queries"), (documents, "documents")))
+    xq, xd = (FitRows(x, n, estimator.n_features_in_) for x, n in ((queries, "queries"), (documents, "documents")))
     pairs = _check_relevant_pairs(pairs, xq, xd)
     rows, relevant, xd = queries_with_relevant(pairs), pairs[pairs[:, 2] > 0], xd[:]
     xq = xq[rows]

@@ -270,7 +270,7 @@ def _compare_on_folds(compare, folds, names, n_jobs, progress):
     progress.start(f"{', '.join(names)}: {n_folds} folds in parallel")
     comparisons, n_jobs = [], min(n_jobs, n_folds) if n_jobs else None
     with limit_threads(most=1):  # here too, for workers that are threads of this process
-        workers = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list")
+        workers = Parallel(n_jobs=n_jobs, return_as="generator" if progress.show else "list", mmap_mode="c")
         for comparison in workers(delayed(_compare_on_one_thread)(compare, fold) for fold in folds):
             comparisons.append(comparison)
             progress.finish(len(names))
@@ -457,7 +457,7 @@ def select(
 
 # %% ../nbs/adapt/01_selection.ipynb #select-adapter
 def select_adapter(
-    x: Any,  # (n, d) unit embeddings: an array, or `ega.estimator.UnitRows`, of which the compared rows are read
+    x: Any,  # (n, d) unit embeddings: an array, or `ega.estimator.FitRows`, of which the compared rows are read
     y: np.ndarray,  # (n,) int labels; rows labelled -1 are not used
     candidates: Sequence = CANDIDATES,  # keys of METHODS, or (name, MethodConfig)
     *,

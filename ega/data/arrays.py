@@ -159,10 +159,18 @@ def check_matrix(X: Any, dim: int | None = None, *, name: str = "X") -> Any:
     return X
 
 
-def iter_unit_rows(a: Any, size: int = 2**14, *, name: str = "X") -> Iterator[tuple[int, np.ndarray]]:
-    "Yield the number of the first row and the unit rows of each block of a matrix that `check_matrix` returned."
-    for first in range(0, len(a), size):
-        yield first, check_X(a[first : first + size], name, first_row=first)
+def iter_unit_rows(
+    a: Any,  # matrix that `check_matrix` returned
+    size: int = 2**14,  # rows in a block
+    *,
+    name: str = "X",  # in error messages
+    first: int = 0,  # row to begin at
+    stop: int | None = None,  # row before which to end; None: the number of rows
+) -> Iterator[tuple[int, np.ndarray]]:
+    "Yield the number of the first row and the unit rows of each block of a matrix."
+    stop = len(a) if stop is None else stop
+    for start in range(first, stop, size):
+        yield start, check_X(a[start : min(start + size, stop)], name, first_row=start)
 
 # %% ../../nbs/data/01_arrays.ipynb #rows-by-class
 def rows_by_class(y: "ArrayLike") -> list[np.ndarray]:

@@ -155,9 +155,11 @@ def reading(
     expected: str,  # what the file should hold, for error messages
     *,
     hint: str = "copy or save it again",  # what error messages tell the user to do
+    allow_folder: bool = False,
 ) -> Iterator[None]:
     "Turn whatever a parser raises for a damaged file into an `InputError` of one line."
-    check_is_file(path, expected)
+    if not (allow_folder and Path(path).is_dir()):
+        check_is_file(path, expected)
     try:
         yield
     except InputError:

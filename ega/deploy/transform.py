@@ -22,11 +22,11 @@ import joblib
 import numpy as np
 import torch
 
-from ..data.arrays import InputError, import_optional
+from ..data.arrays import InputError
 from ..data.files import file_lock, open_npy, read_npy_comment, reading
 from ..data.packs import dequantize, hash_all_but_matrix, open_parquet, quantize, read_parquet
-from ..data.runtime import defer_sigint, limit_threads, pick_device
-from ..data.vectors import MatrixFile, check_not_adapted, iter_tables, read_matrix
+from ..data.runtime import defer_sigint, limit_threads, map_on_ray, pick_device
+from ..data.vectors import StoredMatrix, check_not_adapted, iter_tables, read_matrix
 from ..method.adapters import adapter_fingerprint, output_dim, transform
 from ..method.compression import PRECISIONS, quantize_embeddings
 from ..method.interface import as_module
@@ -229,7 +229,7 @@ def _target_schema(matrix, adapter, provenance, options, part):
     if old := matrix.pack:
         notes = "; ".join(filter(None, [old["notes"], f"{note}, from the matrix {old['sha256'][:16]}"]))
         pack = old | {"dim": d, "dtype": options.dtype, "notes": notes}
-        blocks = MatrixFile(part, matrix.n, d, stored=open_npy(part)).blocks()
+        blocks = StoredMatrix(part, matrix.n, d, stored=open_npy(part)).blocks()
         decoded = (dequantize(*quantize(z.astype(np.float32), options.dtype)) for z in blocks)
         pack["sha256"], pack["sha256_rest"] = _pack_hashes(matrix.path, pack, (matrix.n, d), decoded)
         metadata[b"ega"] = json.dumps(pack, ensure_ascii=False).encode()
@@ -252,7 +252,7 @@ def _write_parquet(matrix, adapter, target, provenance, options):
     dictionary = [f.name for f in schema if not pa.types.is_nested(f.type) and f.name != "scale"]
     stored = open_npy(part)
     size = max(1, BLOCK_BYTES // (4 * output_dim(adapter)))
-    blocks = MatrixFile(part, *stored.shape, stored=stored).blocks(0, size)
+    blocks = StoredMatrix(part, *stored.shape, stored=stored).blocks(0, size)
     settings = dict(compression="zstd", use_dictionary=dictionary, write_page_checksum=True)
     with _atomic_replace(target) as temporary, pq.ParquetWriter(temporary, schema, **settings) as writer:
         for table, z in zip(iter_tables(matrix.path, None, 0, size), blocks, strict=True):
@@ -398,28 +398,16 @@ def transform_file(
     return TransformResult(n_rows, time.monotonic() - started, resumed, target)
 
 # %% ../../nbs/deploy/01_transform.ipynb #cluster
-def _ray_transform_shard(row, adapter, options):
-    "Transform one file of a folder in a Ray task."
-    target = Path(row["target"])
-    module, (shard,) = _prepare(adapter, Path(row["source"]), target, options)
+def _transform_shard_of_cluster(adapter, options, source, target):
+    "Transform one file of a folder in a task of a cluster."
+    module, (shard,) = _prepare(adapter, source, target, options)
     with progress_bar(None, show=False) as bar:
-        return {"resumed_rows": _transform_shard(module, shard, target, options, bar)}
+        return _transform_shard(module, shard, target, options, bar)
 
 
 def _transform_shards_on_ray(adapter, shards, folder, options, address, progress):
-    "Transform each file of a folder in a Ray task, on the cluster that is connected or else that of the address."
-    ray, data = import_optional("ray", "ray"), import_optional("ray.data", "ray")
-    connect = not ray.is_initialized()
-    if connect:
-        ray.init(address=address or None, log_to_driver=False)
-    try:
-        data.DataContext.get_current().enable_progress_bars = progress
-        paths = [(shard.path.resolve(), (folder / shard.path.name).resolve()) for shard in shards]
-        items = [{"source": str(source), "target": str(target)} for source, target in paths]
-        tasks = data.from_items(items, override_num_blocks=len(items))
-        options = options._replace(threads=options.threads or 1)
-        results = tasks.map(_ray_transform_shard, fn_args=(adapter, options), num_cpus=options.threads)
-        return sum(row["resumed_rows"] for row in results.take_all(len(items)))
-    finally:
-        if connect:
-            ray.shutdown()
+    "Transform each file of a folder in a Ray task."
+    paths = [(shard.path.resolve(), (folder / shard.path.name).resolve()) for shard in shards]
+    options = options._replace(threads=options.threads or 1)
+    task = partial(_transform_shard_of_cluster, adapter, options)
+    return sum(map_on_ray(task, paths, address, num_cpus=options.threads, progress=progress))

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ega.data import files
-from ega.data.arrays import InputError, check_y
+from ega.data.arrays import InputError, check_X, check_y
 from ega.data.files import atomic_write, check_output, file_lock, hash_arrays, open_npy, read_csv_columns, read_npz
 from ega.data.packs import EmbeddingSet, write_pack
-from ega.data.vectors import check_same_order, read_labels, read_matrix
+from ega.data.vectors import UnitRows, check_same_order, read_labels, read_matrix
 
 
 def test_atomic_write_leaves_a_whole_file_or_none(tmp_path):
@@ -139,10 +140,67 @@ def test_blocks_of_every_format_are_the_rows(tmp_path):
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=30)
     for name in ("x.npy", "by_column.npy", "x.npz", "fixed.parquet", "list.parquet"):
         matrix = read_matrix(tmp_path / name, 6)
-        assert (matrix.n, matrix.dim, matrix.labels(), matrix.adapted_by) == (101, 6, None, ())
+        assert (matrix.n, matrix.dim, matrix.adapted_by) == (101, 6, ())
         blocks = list(matrix.blocks(33, 20))
         assert [len(block) for block in blocks] == [20, 20, 20, 8] and np.array_equal(np.concatenate(blocks), x[33:])
         assert np.array_equal(matrix.array(), x)
+
+
+@pytest.fixture
+def tables(tmp_path):
+    "Vectors (101, 6) with labels as a Parquet file, a folder of three, a LanceDB table and an Arrow table."
+    x = np.random.default_rng(0).normal(size=(101, 6)).astype("f4")
+    labels = [f"class {i % 7}" if i % 5 else None for i in range(101)]
+    table = pa.table({"v": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 6), "label": labels})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/_SUCCESS").touch()
+    for number, (first, stop) in enumerate([(0, 40), (40, 40), (40, 101)]):
+        pq.write_table(table[first:stop], tmp_path / f"folder/{number}.parquet", row_group_size=30)
+    pq.write_table(table, tmp_path / "x.parquet")
+    lancedb = pytest.importorskip("lancedb")
+    lancedb.connect(tmp_path).create_table("x", table[:50]).add(table[50:])
+    return x, labels, [tmp_path / "x.parquet", tmp_path / "folder", tmp_path / "x.lance", table]
+
+
+def test_rows_and_labels_of_every_table_are_the_same(tables, monkeypatch):
+    x, labels, sources = tables
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    for source in sources:
+        matrix = pickle.loads(pickle.dumps(read_matrix(source)))
+        assert (matrix.n, matrix.dim) == x.shape and matrix.labels().tolist() == labels
+        for first, stop in ((0, 101), (33, 101), (39, 41), (100, 101), (5, 5)):
+            assert np.array_equal(np.concatenate([x[:0], *matrix.blocks(first, 20, stop)]), x[first:stop])
+        rows = UnitRows(matrix)
+        numbers = np.array([3, 39, 40, 100])
+        assert np.array_equal(rows[numbers], check_X(x)[numbers]) and np.array_equal(rows[90:], check_X(x)[90:])
+        assert not isinstance(source, Path) or read_labels(source, "label").tolist() == labels
+        with pytest.raises(InputError):
+            matrix.labels("species")
+
+
+def test_folders_that_are_no_table_are_refused(tmp_path, tables):
+    packs = tmp_path / "packs"
+    packs.mkdir()
+    meta = {"set": "s", "encoder": "e"}
+    write_pack(EmbeddingSet(np.eye(3, dtype="f4"), [1, -1, 0], meta=meta), packs / "p.parquet")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed/x.npy").touch()
+    (tmp_path / "none.lance").mkdir()
+    for name in ("packs", "mixed", "none.lance", "missing.lance"):
+        with pytest.raises(InputError):
+            read_matrix(tmp_path / name)
+    first = tmp_path / "folder/0.parquet"
+    pq.write_table(pq.read_table(first).rename_columns(["other", "label"]), first)
+    with pytest.raises(InputError):
+        read_matrix(tmp_path / "folder", column="v").array()
+
+
+def test_a_file_that_changed_is_not_opened_in_another_process(tables):
+    matrix = read_matrix(tables[2][0])
+    sent = pickle.dumps(matrix)
+    pq.write_table(pq.read_table(matrix.path)[::-1], matrix.path)
+    with pytest.raises(InputError, match="changed"):
+        pickle.loads(sent)
 
 
 def test_a_pack_is_read_with_labels_ids_and_splits(tmp_path):

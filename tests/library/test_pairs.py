@@ -240,7 +240,7 @@ def test_sides_of_two_adapters_cannot_be_swapped(fitted, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"side": "two", "max_unseen_loss": None}], ids=["selected", "two"])
 def test_a_memory_map_gives_the_same_fit(tmp_path, settings, monkeypatch):
-    monkeypatch.setattr("ega.estimator._IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
     np.save(tmp_path / "d.npy", DOCUMENTS)
     mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
     of_array, of_map = (PairAdapter(**settings).fit(QUERIES, d, PAIRS) for d in (DOCUMENTS, mapped))
