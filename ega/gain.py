@@ -28,6 +28,7 @@ from ega.data.arrays import (
     rows_by_class,
 )
 from .data.runtime import limit_threads, linear, spawn_rngs
+from .data.vectors import StoredMatrix, UnitRows
 from .measure.evaluation import format_points, label_hits, rows_with_classmate
 from .measure.statistics import bootstrap, cluster_bootstrap_means
 from .method.closed_form import DiscriminantWhitening
@@ -266,7 +267,7 @@ def estimate_gain(
     Parameters
     ----------
     X, y, unlabelled : as in `EmbeddingAdapter.fit`
-        Embeddings (n, d), their labels, and labels that mean "no label".
+        Embeddings (n, d), array-like or the result of `read_matrix`, their labels, and labels that mean "no label".
     max_unseen_loss, unseen_share, random_state : as in `EmbeddingAdapter`
         Settings of the safety check, the weight of held-out classes in the gain, and a seed.
 
@@ -290,7 +291,7 @@ def estimate_gain(
     if not 0 <= unseen_share <= 1:
         raise InputError(f"unseen_share must be in [0, 1], got {unseen_share}")
     check_index(X, y)
-    a = check_matrix(X)
+    a = UnitRows(X) if isinstance(X, StoredMatrix) else check_matrix(X)
     labels, classes = check_y(y, len(a), unlabelled=unlabelled)
     check_label_column(X, labels)
     check_rows_per_class(labels, classes)
@@ -299,5 +300,5 @@ def estimate_gain(
         raise InputError(f"expected 2 classes or more, one with two labelled rows, got {len(classes)} classes")
     labels[known] = pd.factorize(labels[known])[0]  # so that no name or number of a class changes the result
     rows = compared_rows(labels, random_state=random_state)
-    x = check_X(a if len(rows) == len(a) else a[rows], "X")
+    x = check_X(a[rows], "X")
     return _estimate(x, labels[rows], int(known.sum()), max_unseen_loss, unseen_share, random_state)

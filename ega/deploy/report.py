@@ -489,7 +489,7 @@ def _describe_selection(s):
 
 def write_report(
     estimator: Any,  # a fitted EmbeddingAdapter
-    X: Any,  # (n, d) raw embeddings
+    X: Any,  # (n, d) raw embeddings, array-like or the result of `read_matrix`; all rows are in memory
     y: Any,  # (n,) labels of the same kind as in fit
     path: Path | str,  # .html or .md; an existing file is replaced, as `pandas.DataFrame.to_html` does
     *,
@@ -500,7 +500,8 @@ def write_report(
 ) -> Comparison:  # the tables of the page; `evaluation` is that of `ega.evaluate` with the same arguments
     "Compare embeddings before and after a fitted estimator and write the page."
     _check_page(path)
-    x, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
+    rows, labels, classes, seen, trained_on = read_rows(estimator, X, y, unlabelled)
+    x = rows[:]
     z, stored = adapt_rows(estimator, x)
     options = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
     c = compare_spaces(x, z, labels, seen, trained_on, stored=stored, **options)

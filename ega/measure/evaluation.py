@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..data.arrays import InputError, check_feature_names, check_index, check_X, check_y, match_classes
+from ..data.arrays import InputError, check_feature_names, check_index, check_y, match_classes
 from ..data.runtime import spawn_rngs
+from ..data.vectors import UnitRows
 from .calibration import Margins, ausuc_change, seen_unseen_curve
 from .metrics import lp_at_k
-from .search import EXTRA_NEIGHBOURS_FOR_TIES, Neighbours, knn_among_rows
+from .search import EXTRA_NEIGHBOURS_FOR_TIES, Neighbours, knn_among_rows, knn_others
 from .statistics import Interval, bootstrap
 from ..method.adapters import transform
 from ..method.compression import as_stored
@@ -32,25 +33,30 @@ class LabelHits(NamedTuple):
 
     hit: np.ndarray  # (nq,) float64: LP@1 of each query, averaged over neighbours tied at the smallest distance
     neighbour: np.ndarray  # (nq,) int64: row number of the nearest neighbour, the first of tied ones; -1: none exists
-    is_copy: np.ndarray  # (nq,) bool: whether the nearest neighbour is an exact copy of the query
+    is_copy: np.ndarray  # (nq,) bool: whether the nearest neighbour is an exact copy of the query, at distance 0
+
+
+_N_NEIGHBOURS = 1 + EXTRA_NEIGHBOURS_FOR_TIES
+
+
+def _as_rows(found, gallery):
+    "Neighbours whose I are row numbers, -1 where there is none, in place of positions in the gallery."
+    return Neighbours(found.D, np.where(found.I < 0, -1, gallery[found.I]))
 
 
 def _nearest_rows(x, queries, gallery, **options):
-    "Neighbours of some rows of x among others, ties included; I are row numbers of x, -1 where there is none."
-    D, I = knn_among_rows(x, queries, gallery, 1 + EXTRA_NEIGHBOURS_FOR_TIES, **options)
-    return Neighbours(D, np.where(I < 0, -1, gallery[I]))
+    "Neighbours of some rows of x among others, ties included."
+    return _as_rows(knn_among_rows(x, queries, gallery, _N_NEIGHBOURS, **options), gallery)
 
 
-def _hits_of(found, x, y, queries):
+def _hits_of(found, y, queries):
     "The LabelHits of found neighbours."
-    neighbour = found.I[:, 0]
-    is_copy = (neighbour >= 0) & (x[neighbour] == x[queries]).all(1)
-    return LabelHits(lp_at_k(found, y, y[queries]), neighbour, is_copy)
+    return LabelHits(lp_at_k(found, y, y[queries]), found.I[:, 0], found.D[:, 0] == 0)
 
 
 def label_hits(x: np.ndarray, y: np.ndarray, queries: np.ndarray, gallery: np.ndarray, **options: Any) -> LabelHits:
     "LP@1 and nearest neighbour of some rows of x with labels y; rows and options as of `knn_among_rows`."
-    return _hits_of(_nearest_rows(x, queries, gallery, **options), x, y, queries)
+    return _hits_of(_nearest_rows(x, queries, gallery, **options), y, queries)
 
 
 def rows_with_classmate(y: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -139,8 +145,27 @@ class GalleryHits(NamedTuple):
 def _merge(a, b):
     "The nearest of the neighbours in two galleries."
     D, I = (np.concatenate(both, axis=1) for both in zip(a, b))
-    order = np.lexsort((I, D))[:, : 1 + EXTRA_NEIGHBOURS_FOR_TIES]
+    order = np.lexsort((I, D))[:, :_N_NEIGHBOURS]
     return Neighbours(np.take_along_axis(D, order, 1), np.take_along_axis(I, order, 1))
+
+
+def _sides(searches):
+    "The gallery of each search; of a mixed one only the rows that are not in the own gallery, of the next search."
+    return [
+        np.setdiff1d(s.gallery, own.gallery) if s.gallery_name == "mixed" else s.gallery
+        for s, own in zip(searches, [*searches[1:], None])
+    ]
+
+
+def _outcomes(searches, found, y):
+    "The GalleryHits of searches, whose neighbours were found in `_sides`."
+    hits, margins = [_hits_of(near, y, s.queries) for s, near in zip(searches, found)], {}
+    for i, s in enumerate(searches):
+        if s.gallery_name == "mixed":
+            other, own = found[i : i + 2]
+            hits[i] = _hits_of(_merge(own, other), y, s.queries)
+            margins[s.group] = Margins(hits[i + 1].hit, (other.D[:, 0] - own.D[:, 0]) / 2)
+    return GalleryHits(hits, margins)
 
 
 def search_galleries(
@@ -152,16 +177,9 @@ def search_galleries(
     device: str | None = None,
 ) -> GalleryHits:
     "Search the queries of a plan, each side of the mixed gallery once."
-    hits, margins, options = [], {}, dict(stored=stored, device=device)
-    for own in (s for s in searches if s.gallery_name != "mixed"):
-        found = _nearest_rows(x, own.queries, own.gallery, **options)
-        of_own = _hits_of(found, x, y, own.queries)
-        for s in (s for s in searches if s.group == own.group and s.gallery_name == "mixed"):
-            other = _nearest_rows(x, own.queries, np.setdiff1d(s.gallery, own.gallery), **options)
-            hits.append(_hits_of(_merge(found, other), x, y, own.queries))
-            margins[own.group] = Margins(of_own.hit, (other.D[:, 0] - found.D[:, 0]) / 2)
-        hits.append(of_own)
-    return GalleryHits(hits, margins)
+    options: dict[str, Any] = dict(stored=stored, device=device)
+    found = [_nearest_rows(x, s.queries, side, **options) for s, side in zip(searches, _sides(searches))]
+    return _outcomes(searches, found, y)
 
 
 def search_both_spaces(
@@ -366,15 +384,16 @@ def check_fitted(estimator: Any) -> None:
 
 def read_rows(
     estimator: Any, X: Any, y: Any, unlabelled: Sequence | None = None
-) -> tuple[np.ndarray, ...]:  # unit rows, numbers of their labels, classes; whether class and row were fitted on
-    "Check what `evaluate` is given, number the labels, and mark what the estimator was fitted on."
+) -> tuple[UnitRows, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    "Unit rows, numbers of their labels, the classes, and of each row whether its class and it itself were fitted on."
     check_fitted(estimator)
     check_feature_names(estimator, X, reset=False)
     check_index(X, y)
-    x = check_X(X, "X", dim=estimator.n_features_in_)
-    labels, classes = check_y(y, len(x), unlabelled=unlabelled)
+    rows = UnitRows(X, dim=estimator.n_features_in_)
+    labels, classes = check_y(y, len(rows), unlabelled=unlabelled)
     seen = np.isin(labels, np.flatnonzero(match_classes(classes, estimator.classes_)))
-    return x, labels, classes, seen, np.isin(hash_unit_rows(x), estimator.fit_row_hashes_)
+    hashes = np.concatenate([hash_unit_rows(x) for _, x in rows.blocks()])
+    return rows, labels, classes, seen, np.isin(hashes, estimator.fit_row_hashes_)
 
 
 def adapt_rows(estimator: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:  # (n, d') each
@@ -382,11 +401,30 @@ def adapt_rows(estimator: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | 
     z, row_format = transform(estimator.adapter_, x, device=estimator.device), estimator.row_format_
     return z, None if row_format.precision == "float32" else as_stored(z, row_format)
 
+# %% ../../nbs/measure/05_evaluation.ipynb #eval-blocks-code
+def _search_blocks(estimator, rows, y, searches):
+    "The frozen and the adapted GalleryHits of a plan, from one pass over blocks of unit rows."
+    numbers = np.unique(np.concatenate([s.queries for s in searches]))
+    x = rows[numbers]
+    queries, found = (x, adapt_rows(estimator, x)[0]), ({}, {})
+    plan = [(s.queries, np.searchsorted(numbers, s.queries), side) for s, side in zip(searches, _sides(searches))]
+    for first, x in rows.blocks():
+        z, stored = adapt_rows(estimator, x)
+        for v, held, nearest in zip(queries, (x, z if stored is None else stored), found):
+            for i, (asked, position, side) in enumerate(plan):
+                here = side[slice(*np.searchsorted(side, (first, first + len(x))))]
+                if not len(here):
+                    continue
+                near = knn_others(v[position], held[here - first], asked, here, _N_NEIGHBOURS, device=estimator.device)
+                near = _as_rows(near, here)
+                nearest[i] = _merge(nearest[i], near) if i in nearest else near
+    return [_outcomes(searches, [nearest[i] for i in range(len(plan))], y) for nearest in found]
+
 # %% ../../nbs/measure/05_evaluation.ipynb #eval-estimator-code
 def evaluate(
     estimator: Any,
-    X: np.ndarray,
-    y: np.ndarray,
+    X: Any,
+    y: Any,
     *,
     unlabelled: Sequence | None = None,
     max_queries: int = MAX_QUERIES,
@@ -405,7 +443,7 @@ def evaluate(
     estimator : EmbeddingAdapter
         A fitted estimator.
     X, y, unlabelled : as in `EmbeddingAdapter.fit`
-        Embeddings (n, d), their labels, and labels that mean "no label".
+        Embeddings (n, d), array-like or the result of `read_matrix`, their labels, and labels that mean "no label".
     max_queries : int, default=10000
         Queries of each group; where it has more rows, they are drawn at random. Galleries are complete.
     random_state : int, default=0
@@ -446,10 +484,15 @@ def _search_estimator(
     "Plan and outcomes of `search_both_spaces`, the labels as numbers, and the rows that count as seen."
     if not 0 < confidence < 1:
         raise InputError(f"confidence must be in (0, 1), got {confidence}")
-    x, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
-    z, stored = adapt_rows(estimator, x)
-    options: dict[str, Any] = dict(max_queries=max_queries, device=estimator.device, random_state=random_state)
-    found = search_both_spaces(x, z, labels, seen, trained_on, stored=stored, **options)
+    rows, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)
+    options: dict[str, Any] = dict(max_queries=max_queries, random_state=random_state)
+    if rows.in_memory:
+        z, stored = adapt_rows(estimator, rows[:])
+        options |= dict(stored=stored, device=estimator.device)
+        found = search_both_spaces(rows[:], z, labels, seen, trained_on, **options)
+    else:
+        searches = plan_searches(labels, seen, trained_on, **options)
+        found = searches, *_search_blocks(estimator, rows, labels, searches)
     return found, labels, seen | trained_on
 
 

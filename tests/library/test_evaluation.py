@@ -1,20 +1,24 @@
 "Evaluation: compared with loops; duplicates, overlapping galleries, missing kinds of classes, unusual labels."
 
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from sklearn.exceptions import NotFittedError
 
 from ega.data.arrays import InputError, normalize
+from ega.data.vectors import read_matrix
 from ega.estimator import EmbeddingAdapter
 from ega.measure.evaluation import (
     caveats,
     change_against_frozen,
     evaluate,
     evaluate_embeddings,
+    evaluate_with_curve,
     hash_unit_rows,
     label_hits,
     plan_searches,
@@ -262,6 +266,60 @@ def test_hash_of_a_row_is_a_fixed_function_of_the_rounded_row():
     assert hashes[0] == int.from_bytes(hashlib.blake2b(np.array([600, 800], "<i2"), digest_size=8).digest(), "little")
 
 
+@pytest.mark.parametrize("precision", ["float32", "int8", "binary"])
+def test_rows_on_disk_give_the_table_and_the_curve_of_an_array(precision, tmp_path, monkeypatch):
+    "Four blocks: of seen classes only, of all with copies of rows of the first, of all, and without labels."
+    rng = np.random.default_rng(0)
+    n = 3 * 2**14 + 1000
+    y = rng.integers(40, size=n)
+    y[: 2**14] %= 20
+    x = (0.5 * rng.normal(size=(40, 48))[y] + rng.normal(size=(n, 48))).astype(np.float32)
+    x[2**14 : 2**15 : 4] = x[: 2**12]
+    y[rng.random(n) < 0.1], y[3 * 2**14 :] = -1, -1
+    fitted_on = (y >= 0) & (y < 20) & (np.arange(n) % 2 == 0)
+    e = EmbeddingAdapter("lda", max_unseen_loss=None, precision=precision, device="cpu")
+    e.fit(x[fitted_on], y[fitted_on])
+    table, compared = evaluate_with_curve(e, x, y, max_queries=300)
+    assert len(table) == 6 and (table.n_copies > 0).sum() > 3 and (table.frozen != table.adapted).all()
+    np.save(tmp_path / "x.npy", x)
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    for stored in (np.load(tmp_path / "x.npy", mmap_mode="r"), read_matrix(tmp_path / "x.npy")):
+        of_disk, compared_on_disk = evaluate_with_curve(e, stored, y, max_queries=300)
+        pd.testing.assert_frame_equal(of_disk, table, check_exact=True)
+        pd.testing.assert_frame_equal(compared_on_disk.curves, compared.curves)
+        assert np.allclose(np.hstack(compared_on_disk[1:]), np.hstack(compared[1:]))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [lambda y: y < 4, lambda y: y >= 4, lambda y: y >= 0, lambda y: np.arange(90) % 15 < 2],
+    ids=["one kind seen", "one kind unseen", "all", "few rows"],
+)
+def test_few_rows_and_one_kind_of_class_on_disk(fitted, kept, monkeypatch):
+    e, x, y = fitted
+    x, y = x[kept(y)], y[kept(y)]
+    tables = [evaluate(e, x, y)]
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    tables.append(evaluate(e, read_matrix(pa.table({"vector": list(x)})), y))
+    pd.testing.assert_frame_equal(*tables)
+
+
+def test_rows_on_disk_are_never_in_memory_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    rng = np.random.default_rng(0)
+    y = rng.integers(12, size=2**17)
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", "f4", (len(y), 64))
+    x[:] = rng.normal(size=(12, 64))[y] + rng.normal(size=x.shape)
+    e = EmbeddingAdapter("lda", max_unseen_loss=None, device="cpu").fit(x[:1000], y[:1000] % 8)
+    for stored in (x, read_matrix(tmp_path / "x.npy")):
+        tracemalloc.start()
+        evaluate(e, stored, y, max_queries=100)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < x.nbytes, f"{peak / 2**20:.0f} MB"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize(
     "change",
     [
@@ -273,9 +331,13 @@ def test_hash_of_a_row_is_a_fixed_function_of_the_rounded_row():
         lambda x, y: (np.where(x > 0.5, np.nan, x), y),
     ],
 )
-def test_wrong_input(fitted, change):
+def test_wrong_input(fitted, change, on_disk, monkeypatch):
     e, x, y = fitted
+    X, labels = change(x, y)
+    if on_disk:
+        monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+        X = read_matrix(pa.table({"vector": list(X)}))
     with pytest.raises(InputError):
-        evaluate(e, *change(x, y))
+        evaluate(e, X, labels)
     with pytest.raises(NotFittedError):
         evaluate(EmbeddingAdapter(), x, y)

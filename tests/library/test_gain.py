@@ -1,9 +1,11 @@
 """estimate_gain: agreement with the parts it is made of, known gains, too little data, and the page it prints."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from test_selection import world
 
@@ -11,6 +13,7 @@ from ega import estimate_gain
 from ega.cli import main
 from ega.data.arrays import InputError, normalize
 from ega.data.runtime import spawn_rngs
+from ega.data.vectors import read_matrix
 from ega.measure.evaluation import label_hits
 from ega.method.closed_form import DiscriminantWhitening
 from ega.selection import leave_classes_out
@@ -97,6 +100,8 @@ def test_unlabelled_rows_and_the_container_change_nothing(tmp_path):
     mapped, marked = np.load(tmp_path / "x.npy", mmap_mode="r"), np.r_[y, np.full(9, -1)]
     expected = estimate_gain(x, y).to_dict()
     assert estimate_gain(mapped, marked).to_dict() == expected
+    for stored in (read_matrix(tmp_path / "x.npy"), read_matrix(pa.table({"vector": list(mapped)}))):
+        assert estimate_gain(stored, marked).to_dict() == expected
     names = [f"kind {c}" if c >= 0 else "" for c in marked]
     assert estimate_gain(pd.DataFrame(mapped), names).to_dict() == expected
 
@@ -105,6 +110,20 @@ def test_more_than_ten_thousand_rows_are_thinned():
     x, y = scattered(50, 240, d=8)
     estimate = estimate_gain(x, y)
     assert estimate.n_labelled == 12000 and 9900 < estimate.n_rows < 10100 and estimate.n_classes == 50
+
+
+def test_of_rows_on_disk_only_those_that_take_part_are_in_memory(tmp_path, monkeypatch):
+    x, y = scattered(16, 10_000, d=64)
+    x, y = x[: 2**17], np.where(np.arange(2**17) % 128, -1, y[: 2**17])
+    expected, n_bytes = estimate_gain(x, y).to_dict(), x.nbytes
+    np.save(tmp_path / "x.npy", x)
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    for stored in (np.load(tmp_path / "x.npy", mmap_mode="r"), read_matrix(tmp_path / "x.npy")):
+        tracemalloc.start()
+        assert estimate_gain(stored, y).to_dict() == expected
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < n_bytes, f"{peak / 2**20:.0f} MB"
 
 
 def test_command_estimate_prints_eighty_columns_and_writes_nothing(tmp_path, monkeypatch, capsys):
