@@ -135,6 +135,7 @@ def test_command_estimate_prints_eighty_columns_and_writes_nothing(tmp_path, mon
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert main(["estimate", "x.npy", "y.csv", "--json", "--max-unseen-loss", "3", "--seed", "1"]) == 0
     result = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert result.pop("cost")["n_rows"] == len(x)
     assert result == estimate_gain(x, y, max_unseen_loss=3.0, random_state=1).to_dict()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.csv"]
 

@@ -187,7 +187,7 @@ def test_the_shell_prints_the_cost(rows, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder.parent)
     assert main(["estimate", "x", "--max-bytes", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 and "72.0 kB" in lines[-1]
+    assert max(map(len, lines)) <= 80 and lines[-1].endswith("0.1 MB.")
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------
