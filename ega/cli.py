@@ -756,9 +756,9 @@ _STORE = [
 ]
 _TRANSFORM = [
     _WEIGHTS,
-    _arg("source", help="a .npy or .parquet file, a pack, or a folder of them"),
+    _arg("source", help=".npy or .parquet file, pack, LanceDB table NAME.lance, or folder of files"),
     _arg("--side", choices=("query", "document"), help="of an adapter of `ega fit --pairs`: what the vectors are of"),
-    _arg("-o", "--out", required=True, help="file to write, of the same ending, or folder; it must not exist"),
+    _arg("-o", "--out", required=True, help=".npy or .parquet file, NAME.lance or folder to write; it must not exist"),
     _COLUMN,
     _arg("--batch-size", type=_count, metavar="N", help="rows in a matrix product (default: 1024)"),
     _arg("--dtype", choices=("float32", "float16", "int8", "binary"), help="of the written vectors (default: float32)"),

@@ -39,7 +39,7 @@ from .runtime import map_on_ray
 if TYPE_CHECKING:
     import pyarrow
 
-# %% ../../nbs/data/04_vectors.ipynb #iter-tables
+# %% ../../nbs/data/04_vectors.ipynb #open-tables
 def _reading(source, expected="a whole Parquet file, or a folder of such files"):
     "Turn what a parser raises for a damaged file or folder into an `InputError`."
     return reading(source, expected, allow_folder=True) if isinstance(source, Path) else nullcontext()
@@ -60,6 +60,11 @@ def _open_lance(path):
     return import_optional("lancedb", "deploy").connect(str(path.parent)).open_table(path.stem)
 
 
+def _note(field):
+    "What `ega.deploy.transform` wrote about the adapter of a column."
+    return (field.metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
+
+
 def _schema_and_length(source):
     "The Arrow schema and the number of rows of a table."
     if not isinstance(source, Path):
@@ -68,19 +73,23 @@ def _schema_and_length(source):
         table = _open_lance(source)
         return table.schema, table.count_rows()
     if source.is_dir():
-        parts = [_schema_and_length(file) for file in _parquet_files(source)]
-        return parts[0][0], sum(n for _, n in parts)
+        schemas, lengths = zip(*map(_schema_and_length, _parquet_files(source)))
+        if any([(f, _note(f)) for f in schema] != [(f, _note(f)) for f in schemas[0]] for schema in schemas):
+            raise InputError(f"{source}: expected files of the same columns, types and adapter; name one file")
+        return schemas[0], sum(lengths)
     file = open_parquet(source)
     return file.schema_arrow, file.metadata.num_rows
 
-
+# %% ../../nbs/data/04_vectors.ipynb #iter-tables
 def _iter_batches(source, columns, first, size):
     "Yield batches of at most `size` rows of a table, from row `first` on."
     if not isinstance(source, Path):
         yield from (source.select(columns) if columns else source)[first:].to_batches(size)
     elif source.suffix == ".lance":
-        query = _open_lance(source).search().offset(first)
-        yield from (query.select(list(columns)) if columns else query).to_batches(size)
+        table = _open_lance(source)
+        for start in range(first, table.count_rows(), size):  # a query for all rows reads far ahead into memory
+            query = table.search().offset(start).limit(size)
+            yield from (query.select(list(columns)) if columns else query).to_batches(size)
     elif source.is_dir():
         for file in _parquet_files(source):
             n = open_parquet(file).metadata.num_rows
@@ -255,7 +264,7 @@ def _open_table(source, column):
         dim = len(next(iter_tables(source, [field.name], 0, 1))[field.name][0].as_py() or ()) if n else 0
     if path.is_file():
         check_decompressed_size(path, 4 * n * dim)
-    notes = str(pack["notes"]) if pack else (field.metadata or {}).get(b"ega_adapted", b"").decode(errors="replace")
+    notes = str(pack["notes"]) if pack else _note(field)
     adapted_by = tuple(_ADAPTED_BY.findall(notes))
     return StoredMatrix(path, n, dim, field.name, pack, adapted_by, table=None if source is path else source)
 

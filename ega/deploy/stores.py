@@ -23,7 +23,7 @@ from ..data.files import READ_ERRORS, atomic_write, hash_arrays, read_json, shor
 from ..data.packs import EmbeddingSet, read_pack, read_parquet
 from ..data.vectors import check_not_adapted, read_matrix
 from .index import AdaptedIndex, assign_ids
-from .transform import file_stat_key, progress_bar
+from .transform import progress_bar
 from ..measure.search import Neighbours
 from ..method.compression import RowFormat, dequantize_embeddings, quantize_embeddings
 from ..method.interface import as_adapter
@@ -599,7 +599,7 @@ class IndexStore(Store):
         if ids is None and matrix.pack:
             ids = read_parquet(source, ["id"])["id"].to_pylist()
         ids = assign_ids(ids, matrix.n, index.ids)
-        made_from: dict[str, Any] = {"source": [*file_stat_key(source), matrix.column], "ids": hash_arrays(ids)}
+        made_from: dict[str, Any] = {"source": [*sum(matrix.stat_key(), []), matrix.column], "ids": hash_arrays(ids)}
         made_from["index_factory"] = index_factory
         if folder.name in self.versions():
             before = read_json(folder / "made_from.json", "what a version was built from")

@@ -17,9 +17,9 @@ import torch
 
 from ega.data.arrays import InputError, check_X, normalize
 from ega.data.packs import EmbeddingSet, read_pack, write_pack
-from ega.data.vectors import read_matrix
+from ega.data.vectors import iter_tables, read_matrix
 from ega.deploy import transform as transform_module
-from ega.deploy.transform import transform_file
+from ega.deploy.transform import AdaptBatches, transform_file
 from ega.method.adapters import LinearAdapter, ReleasedEGA, adapter_fingerprint, save_adapter, transform
 from ega.method.compression import PRECISIONS, quantize_embeddings
 
@@ -60,10 +60,15 @@ def save(x, path, **options):
     return path
 
 
-def vectors(path, column="v"):
-    if path.suffix == ".npy":
-        return np.load(path)
-    a = pq.read_table(path)[column].combine_chunks()
+def read_table(path):
+    "A Parquet file, a folder of them or a LanceDB table."
+    return pa.concat_tables(iter_tables(path, None, 0, 1000), promote_options="permissive").unify_dictionaries()
+
+
+def vectors(source, column="v"):
+    if isinstance(source, Path) and source.suffix == ".npy":
+        return np.load(source)
+    a = (read_table(source) if isinstance(source, Path) else source)[column].combine_chunks()
     return a.flatten().to_numpy().reshape(len(a), -1)
 
 
@@ -216,6 +221,173 @@ def test_a_file_records_the_adapter_of_its_vectors(tmp_path):
     raw, opened = (tmp_path / "z.npy").read_bytes(), np.load(tmp_path / "z.npy", mmap_mode="r")
     assert raw[:8] == b"\x93NUMPY\x01\x00" and opened.offset % 64 == 0 and raw[opened.offset - 1] == ord("\n")
     assert opened.offset == 10 + int.from_bytes(raw[8:10], "little") and np.array_equal(opened, expected(x))
+
+
+# -- LanceDB ------------------------------------------------------------------------------------------------
+
+
+needs_lancedb = pytest.mark.skipif(find_spec("lancedb") is None, reason="needs LanceDB: pip install 'ega[deploy]'")
+
+
+def write_source(table, path):
+    "Write a table as .parquet, as a folder of two such files, or as .lance."
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=70)
+    elif path.suffix == ".lance":
+        lancedb = pytest.importorskip("lancedb")
+        batches = pa.RecordBatchReader.from_batches(table.schema, table.to_batches(90))
+        lancedb.connect(str(path.parent)).create_table(path.stem, batches)
+    else:
+        path.mkdir()
+        pq.write_table(table[:140], path / "0.parquet"), pq.write_table(table[140:], path / "1.parquet")
+    return path
+
+
+@needs_lancedb
+@pytest.mark.parametrize("name, kind", (("x.parquet", "list"), ("x", "fixed"), ("x.lance", "large")))
+def test_tables_become_lancedb_tables(tmp_path, small_blocks, name, kind):
+    "Each precision, other columns and their order; the table records its adapter and is not adapted again."
+    x, n = unit_rows(331), 331
+    columns = {"name": [None if i % 7 == 0 else f"ü{i}" for i in range(n)], "v": list_array(x, kind)}
+    columns |= {
+        "kind": pa.array([f"{i // 50}" for i in range(n)]).dictionary_encode(),
+        "tags": [[i, i] for i in range(n)],
+    }
+    table = pa.table(columns | {"at": pa.array(np.arange(n), pa.timestamp("us", "UTC"))})
+    source = write_source(table.replace_schema_metadata({"mine": "kept"}), tmp_path / name)
+    for dtype in PRECISIONS:
+        target = tmp_path / f"{dtype}.lance"
+        done, out = run(F, source, target, column="v", dtype=dtype), read_table(target)
+        codes = quantize_embeddings(expected(x), dtype)
+        assert done.rows == n and np.array_equal(vectors(target), codes) and vectors(target).dtype == codes.dtype
+        assert out.column_names == table.column_names and out.schema.metadata[b"mine"] == b"kept"
+        assert out.drop_columns("v").to_pylist() == table.drop_columns("v").to_pylist()
+        assert read_matrix(target, column="v").adapted_by == (adapter_fingerprint(F)[:16],)
+        for again, other in ((target, tmp_path / "again.lance"), (source, target)):
+            with pytest.raises(InputError):
+                run(F, again, other, column="v", dtype=dtype)
+    assert names_in(tmp_path) == sorted([name, *(f"{dtype}.lance" for dtype in PRECISIONS)])
+
+
+def test_a_lancedb_table_becomes_a_parquet_file(tmp_path, small_blocks):
+    table = pa.table({"v": list_array(unit_rows(331)), "i": range(331)})
+    run(F, write_source(table, tmp_path / "x.lance"), tmp_path / "z.parquet")
+    run(F, write_source(table, tmp_path / "x.parquet"), tmp_path / "same.parquet")
+    assert (tmp_path / "z.parquet").read_bytes() == (tmp_path / "same.parquet").read_bytes()
+
+
+DIE = """
+import os, signal, sys
+from ega.deploy import transform as transform_module
+transform_module.BLOCK_BYTES = 4*16*200
+write_lance = transform_module._write_lance
+
+def write_and_die(path, schema, tables):
+    write_lance(path, schema, tables)
+    if tables:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+transform_module._write_lance = write_and_die
+transform_module.transform_file(*sys.argv[1:4], batch_size=200, device="cpu", threads=2)
+"""
+
+
+@pytest.mark.parametrize("when", ("computing", "writing"))
+def test_transform_to_lancedb_resumes_after_a_kill(tmp_path, when):
+    "Killed while the rows are computed, and when the table is written, but not yet renamed."
+    x, f = unit_rows(40_000), save_adapter(make_adapter(hidden=256), tmp_path / "f.safetensors")
+    source = write_source(pa.table({"v": list_array(x), "i": range(len(x))}), tmp_path / "x.lance")
+    target = tmp_path / "out/z.lance"
+    process = start_process(f, source, target, code=CHILD if when == "computing" else DIE)
+    while process.poll() is None and (when == "writing" or rows_on_disk(target) < 10_000):
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not target.exists()
+    left = [f"z.lance.part{ending}" for ending in ("", ".json", ".tmp.lance")]
+    assert names_in(target.parent) == left[: 2 if when == "computing" else 3]
+    done = run(f, source, target, batch_size=200)
+    assert done.resumed_rows >= (10_000 if when == "computing" else 40_000) and names_in(target.parent) == ["z.lance"]
+    assert np.array_equal(vectors(target), expected(x, make_adapter(hidden=256), 200))
+    assert read_table(target)["i"].to_pylist() == list(range(40_000))
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path, small_blocks, monkeypatch):
+    "An update moves rows to the end of a LanceDB table; so vectors and columns would be of different rows."
+    table = pa.table({"v": list_array(unit_rows(331)), "i": range(331)})
+    source, original = write_source(table, tmp_path / "x.lance"), transform_module._write_lance
+
+    def update_and_write(path, schema, tables):
+        if tables:
+            import lancedb
+
+            lancedb.connect(str(tmp_path)).open_table("x").update(where="i = 5", values={"i": 1000})
+        original(path, schema, tables)
+
+    monkeypatch.setattr(transform_module, "_write_lance", update_and_write)
+    with pytest.raises(InputError):
+        run(F, source, tmp_path / "z.lance")
+    assert not (tmp_path / "z.lance").exists()
+
+
+@needs_lancedb
+def test_what_cannot_become_a_lancedb_table_is_refused_before_rows_are_computed(tmp_path, small_blocks):
+    x = unit_rows(100)
+    pq.write_table(pa.table({"a.b": list_array(x)}), tmp_path / "dot.parquet")
+    save(x, tmp_path / "x.parquet"), save(x, tmp_path / "x.npy")
+    write_pack(EmbeddingSet(x, [0] * 100, meta={"set": "s", "encoder": "e"}), tmp_path / "p.parquet")
+    (tmp_path / "mixed").mkdir(), (tmp_path / "order").mkdir()
+    for names in ("vab", "vba"):
+        columns = {name: list_array(x) if name == "v" else [name] * 100 for name in names}
+        pq.write_table(pa.table(columns), tmp_path / f"order/{names}.parquet")
+    save(x, tmp_path / "mixed/0.parquet"), run(F, tmp_path / "x.parquet", tmp_path / "mixed/1.parquet")
+    before = sorted(tmp_path.rglob("*"))
+    for source, target in (
+        *(("dot.parquet", "z.lance"), ("x.parquet", "a b.lance"), ("x.npy", "z.lance"), ("p.parquet", "z.lance")),
+        *(
+            ("mixed", "z.lance"),
+            ("order", "z.lance"),
+            ("mixed", "mixed/z.lance"),
+            ("none.lance", "z.lance"),
+            ("none", "z.lance"),
+        ),
+    ):
+        with pytest.raises(InputError):
+            run(F, tmp_path / source, tmp_path / target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# -- batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("fixed", "list", "large"))
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_adapt_batches_replaces_or_adds_a_column(kind, dtype):
+    x = unit_rows(50)
+    table = pa.table({"i": range(50), "v": list_array(x, kind), "w": [[1.0]] * 50})
+    codes = quantize_embeddings(transform(F, x, device="cpu"), dtype)
+    for output, names in ((None, ["i", "v", "w"]), ("v", ["i", "v", "w"]), ("z", ["i", "v", "w", "z"])):
+        name, out = output or "v", AdaptBatches(F, "v", output, dtype, "cpu")(table)
+        rest = [column for column in names if column != name]
+        assert out.column_names == names and out.select(rest).equals(table.select(rest))
+        assert np.array_equal(vectors(out, name), codes) and out.schema.field(name).type.list_size == codes.shape[1]
+        assert read_matrix(out, column=name).adapted_by == (adapter_fingerprint(F)[:16],)
+
+
+def test_adapt_batches_refuses_wrong_tables(tmp_path):
+    x, bad = unit_rows(5), unit_rows(5)
+    bad[3] = np.nan
+    es = EmbeddingSet(x, [0] * 5, meta={"set": "s", "encoder": "e"})
+    table, pack = pa.table({"i": range(5), "v": list_array(x)}), pq.read_table(write_pack(es, tmp_path / "x.parquet"))
+    adapt = AdaptBatches(F, device="cpu")
+    wrong = [(adapt, t) for t in (adapt(table), pack, table.select(["i"]), pa.table({"v": list_array(x[:, :15])}))]
+    wrong += [(AdaptBatches(F, "v", "i"), table), (AdaptBatches(F, "none"), table), (AdaptBatches(F, "i"), table)]
+    for f, t in wrong:
+        with pytest.raises(InputError):
+            f(t)
+    with pytest.raises(InputError, match="row 3"):
+        adapt(pa.table({"v": list_array(bad)}))
+    with pytest.raises(InputError):
+        AdaptBatches(F, dtype="int4")
 
 
 # -- resume -------------------------------------------------------------------------------------------------
@@ -386,12 +558,15 @@ for source in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("kind", ("npy", "parquet"))
+@pytest.mark.parametrize("kind", ("npy", "parquet", "lance"))
 def test_memory_does_not_grow_with_the_file(tmp_path, kind):
     "10 blocks of 2 MB, then 160: 300 MB more, of which the peak may grow by a third, as malloc keeps some blocks."
     sources = []
     for times in (10, 160):
         x = np.tile(unit_rows(1024, 512), (times, 1))
+        if kind == "lance":
+            sources.append(write_source(pa.table({"v": list_array(x)}), tmp_path / f"x{times}.lance"))
+            continue
         how = dict(row_group_size=len(x), use_dictionary=False, compression="none")
         sources.append(save(x, tmp_path / f"x{times}.{kind}", **how))
     done = start_process(*sources, code=MEMORY, stdout=subprocess.PIPE, text=True)
@@ -409,13 +584,13 @@ def needs_ray(test):
 
 @pytest.fixture(scope="module")
 def cluster():
-    "A Ray cluster of two nodes with one processor each, on this machine."
+    "A Ray cluster of two nodes with three processors, on this machine."
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=os.pathsep.join(sys.path))
     import ray
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
-    nodes.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    nodes.add_node(num_cpus=2, object_store_memory=100 * 2**20)  # two actors leave one for reading
     nodes.wait_for_nodes()
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     yield ray
@@ -429,7 +604,7 @@ def kill_worker(target, rows):
 
     while target.parent.exists():
         for p in psutil.process_iter(["cmdline"]) if 0 < rows_on_disk(target) < rows else ():
-            if "ray::Map(_ray_transform_shard)" in " ".join(p.info["cmdline"] or []):
+            if "ray::Map(run_task)" in " ".join(p.info["cmdline"] or []):
                 parts = [Path(f.path.removesuffix(".part")) for f in p.open_files() if f.path.endswith(".parquet.part")]
                 if any(0 < rows_on_disk(part) < rows for part in parts):
                     p.kill()
@@ -459,3 +634,37 @@ def test_ray_equals_transform_file_after_a_killed_worker(cluster, tmp_path):
     for source, target in (("x", "z"), ("x/0.parquet", "0.parquet")):
         with pytest.raises(InputError):
             transform_file(f, tmp_path / source, tmp_path / target, device="cpu", ray="")
+
+
+@needs_ray
+@needs_lancedb
+def test_adapt_batches_in_ray_data(cluster, tmp_path):
+    "Two workers, and files of which no row is left. Equal to the rows of `transform_file` up to rounding."
+    import ray.data
+    from ray.data.expressions import col
+
+    f, x = save_adapter(make_adapter(), tmp_path / "f.safetensors"), unit_rows(3000)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    table = pa.table({"i": range(3000), "v": list_array(x)})
+    (tmp_path / "x").mkdir()
+    for i in range(4):
+        pq.write_table(table[750 * i : 750 * (i + 1)], tmp_path / f"x/{i}.parquet")
+    run(f, tmp_path / "x", tmp_path / "all.lance")
+    sources = {"z": ray.data.read_parquet(str(tmp_path / "x"), override_num_blocks=4)}
+    if find_spec("lance"):
+        sources["from_lance"] = ray.data.read_lance(str(write_source(table, tmp_path / "x.lance")))
+    kept = [i for i in range(2250) if i != 7]
+    for name, rows in sources.items():
+        rows = rows.filter(expr=(col("i") != 7) & (col("i") < 2250)).map_batches(
+            AdaptBatches,
+            fn_constructor_args=(f,),
+            fn_constructor_kwargs={"column": "v", "output": None, "device": "cpu"},
+            batch_format="pyarrow",
+            batch_size=200,
+            concurrency=2,
+        )
+        rows.write_parquet(str(tmp_path / name))
+        out = read_table(tmp_path / name).sort_by("i")
+        assert out["i"].to_pylist() == kept
+        assert np.allclose(vectors(out), vectors(tmp_path / "all.lance")[kept], rtol=0, atol=1e-6)
+        assert read_matrix(tmp_path / name).adapted_by == (adapter_fingerprint(make_adapter())[:16],)
