@@ -143,11 +143,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         write_folder(folder)
         stored = dict(n=STORED, folder=folder)
-        jobs = [dict(task=t, n=n, folder=None, workers=1) for n in SIZES for t in ("fit", "transform", "encode")]
-        jobs += [dict(task=f"scan by {name}", **stored, workers=1) for name in ("ega", "pyarrow", "DuckDB")]
+        jobs = [dict(task=f"scan by {name}", **stored, workers=1) for name in ("ega", "pyarrow", "DuckDB")]
         jobs += [dict(task="closed form", **stored, workers=w) for w in (1, 2)]
         if find_spec("ray"):
             jobs += [dict(task="closed form on Ray", **stored, workers=w) for w in (1, 2)]
+        jobs += [dict(task=t, n=n, folder=None, workers=1) for n in SIZES for t in ("fit", "transform", "encode")]
         lines = []
         for job in jobs:
             command = [sys.executable, __file__, "--measure", json.dumps(job)]

@@ -416,7 +416,10 @@ def _prepare(adapter, source, target, options):
         shards.append(shard)
     if target.suffix == ".lance":
         with tempfile.TemporaryDirectory() as folder:  # refuses names and types that LanceDB does not have
-            _write_lance(Path(folder) / target.name, _source_schema(shards[0]), [])
+            schema = _source_schema(shards[0])
+            i = schema.get_field_index(shards[0].column)
+            schema = schema.set(i, _adapted_field(schema.field(i), 8, options.dtype, ""))
+            _write_lance(Path(folder) / target.name, schema, [])
     return module, shards
 
 # %% ../../nbs/deploy/01_transform.ipynb #transform-file-3

@@ -248,7 +248,7 @@ def write_source(table, path):
 def test_tables_become_lancedb_tables(tmp_path, small_blocks, name, kind):
     "Each precision, other columns and their order; the table records its adapter and is not adapted again."
     x, n = unit_rows(331), 331
-    columns = {"name": [None if i % 7 == 0 else f"ü{i}" for i in range(n)], "v": list_array(x, kind)}
+    columns = {"name": [None if i % 7 == 0 else f"ü{i}" for i in range(n)], "vector": list_array(x, kind)}
     columns |= {
         "kind": pa.array([f"{i // 50}" for i in range(n)]).dictionary_encode(),
         "tags": [[i, i] for i in range(n)],
@@ -257,15 +257,19 @@ def test_tables_become_lancedb_tables(tmp_path, small_blocks, name, kind):
     source = write_source(table.replace_schema_metadata({"mine": "kept"}), tmp_path / name)
     for dtype in PRECISIONS:
         target = tmp_path / f"{dtype}.lance"
-        done, out = run(F, source, target, column="v", dtype=dtype), read_table(target)
+        done, out = run(F, source, target, column="vector", dtype=dtype), read_table(target)
         codes = quantize_embeddings(expected(x), dtype)
-        assert done.rows == n and np.array_equal(vectors(target), codes) and vectors(target).dtype == codes.dtype
+        assert (
+            done.rows == n
+            and np.array_equal(vectors(target, "vector"), codes)
+            and vectors(target, "vector").dtype == codes.dtype
+        )
         assert out.column_names == table.column_names and out.schema.metadata[b"mine"] == b"kept"
-        assert out.drop_columns("v").to_pylist() == table.drop_columns("v").to_pylist()
-        assert read_matrix(target, column="v").adapted_by == (adapter_fingerprint(F)[:16],)
+        assert out.drop_columns("vector").to_pylist() == table.drop_columns("vector").to_pylist()
+        assert read_matrix(target, column="vector").adapted_by == (adapter_fingerprint(F)[:16],)
         for again, other in ((target, tmp_path / "again.lance"), (source, target)):
             with pytest.raises(InputError):
-                run(F, again, other, column="v", dtype=dtype)
+                run(F, again, other, column="vector", dtype=dtype)
     assert names_in(tmp_path) == sorted([name, *(f"{dtype}.lance" for dtype in PRECISIONS)])
 
 
