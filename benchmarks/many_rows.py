@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 import ega
 from ega import EmbeddingAdapter, read_matrix
+from ega.cost import estimate_cost
 from ega.data.arrays import normalize
 from ega.data.vectors import StoredMatrix
 from ega.experiments.runs import platform_tag, use_one_thread
@@ -94,43 +95,74 @@ def fit(matrix, y, *, select, **options):
     return time.perf_counter() - started
 
 
+def scan(matrix):
+    "Seconds of reading the vectors of a folder."
+    return floor(matrix, len)
+
+
+def scan_by_pyarrow(folder):
+    "The same by pyarrow."
+    started = time.perf_counter()
+    batches = pyarrow.dataset.dataset(folder).to_batches(columns=["vector"], batch_size=BLOCK, use_threads=False)
+    assert sum(map(len, batches)) == STORED
+    return time.perf_counter() - started
+
+
+def scan_by_duckdb(folder):
+    "The same by DuckDB."
+    import duckdb
+
+    duckdb.execute("set threads = 1")
+    started = time.perf_counter()
+    reader = duckdb.sql(f"select vector from '{folder}/*.parquet'").to_arrow_reader(BLOCK)
+    assert sum(map(len, reader)) == STORED
+    return time.perf_counter() - started
+
+
+def adapt(matrix, precision):
+    "Seconds of adapting all rows and of encoding them at a precision."
+    adapter, started = LinearAdapter(D).eval(), time.perf_counter()
+    for x in matrix.unit_blocks():
+        quantize_embeddings(transform(adapter, x), precision)
+    return time.perf_counter() - started
+
+
+def fit_on_ray(folder, y, workers):
+    "Seconds of the closed form on a Ray cluster of this machine, after its start."
+    import ray
+
+    ray.init(num_cpus=workers, log_to_driver=False, logging_level="ERROR")
+    return fit(read_matrix(folder, ray=""), y, select=False)
+
+
 def measure(task, n, folder, workers):
-    "Seconds of a task, of its floor, and the peak of the memory."
+    "Seconds of a task, and the peak of the memory; for some the seconds of the floor."
     use_one_thread()
     matrix = read_matrix(folder) if folder else made(n)
-    y = matrix.labels() if folder else labels(n)
-    if task in ("fit", "closed form"):
-        seconds = fit(matrix, y, select=task == "fit", n_jobs=workers)
-        peak = peak_memory_mb()
-        return seconds, floor(matrix, square), peak
-    if task == "closed form on Ray":
-        import ray
+    y, product = labels(n), np.eye(D, dtype=np.float32)
+    if task == "estimate":
+        cost = estimate_cost(matrix, y)
+        return {"estimated_seconds": cost.seconds, "estimated_mb": cost.memory_bytes / 2**20}
+    run, bare = {
+        "fit": (lambda: fit(matrix, y, select=True), square),
+        "closed form": (lambda: fit(matrix, y, select=False, n_jobs=workers), square),
+        "closed form on Ray": (lambda: fit_on_ray(folder, y, workers), None),
+        "transform": (lambda: adapt(matrix, "float32"), lambda x: x @ product),
+        "encode": (lambda: adapt(matrix, "binary"), lambda x: x @ product),
+        "scan by ega": (lambda: scan(matrix), None),
+        "scan by pyarrow": (lambda: scan_by_pyarrow(folder), None),
+        "scan by DuckDB": (lambda: scan_by_duckdb(folder), None),
+    }[task]
+    measured = {"seconds": run(), "peak_mb": peak_memory_mb()}
+    return measured if bare is None else measured | {"floor_seconds": floor(matrix, bare)}
 
-        ray.init(num_cpus=workers, log_to_driver=False, logging_level="ERROR")
-        return fit(read_matrix(folder, ray=""), y, select=False), np.nan, np.nan
-    if task == "scan by DuckDB":
-        import duckdb
 
-        duckdb.execute("set threads = 1")
-        started = time.perf_counter()
-        reader = duckdb.sql(f"select vector from '{folder}/*.parquet'").to_arrow_reader(BLOCK)
-        assert sum(len(batch) for batch in reader) == n
-        return time.perf_counter() - started, np.nan, peak_memory_mb()
-    if task == "scan by pyarrow":
-        started = time.perf_counter()
-        batches = pyarrow.dataset.dataset(folder).to_batches(columns=["vector"], batch_size=BLOCK, use_threads=False)
-        assert sum(len(batch) for batch in batches) == n
-        return time.perf_counter() - started, np.nan, peak_memory_mb()
-    if task == "scan by ega":
-        return floor(matrix, len), np.nan, peak_memory_mb()
-    adapter, weight = LinearAdapter(D).eval(), np.eye(D, dtype=np.float32)
-    started = time.perf_counter()
-    for x in matrix.unit_blocks():
-        z = transform(adapter, x)
-        if task == "encode":
-            quantize_embeddings(z, "binary")
-    seconds, peak = time.perf_counter() - started, peak_memory_mb()
-    return seconds, floor(matrix, lambda x: x @ weight), peak
+def in_a_process(**job):
+    "The result of `measure` in a process of its own."
+    done = subprocess.run([sys.executable, __file__, "--measure", json.dumps(job)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main():
@@ -142,24 +174,16 @@ def main():
         return
     with tempfile.TemporaryDirectory() as folder:
         write_folder(folder)
-        stored = dict(n=STORED, folder=folder)
+        stored, lines = dict(n=STORED, folder=folder), []
         jobs = [dict(task=f"scan by {name}", **stored, workers=1) for name in ("ega", "pyarrow", "DuckDB")]
         jobs += [dict(task="closed form", **stored, workers=w) for w in (1, 2)]
         if find_spec("ray"):
             jobs += [dict(task="closed form on Ray", **stored, workers=w) for w in (1, 2)]
         jobs += [dict(task=t, n=n, folder=None, workers=1) for n in SIZES for t in ("fit", "transform", "encode")]
-        lines = []
         for job in jobs:
-            command = [sys.executable, __file__, "--measure", json.dumps(job)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(done.stderr)
-            seconds, floor_seconds, peak = json.loads(done.stdout.splitlines()[-1])
-            source = "Parquet" if job["folder"] else "made"
-            lines.append(
-                dict(task=job["task"], source=source, n_rows=job["n"], workers=job["workers"], seconds=seconds)
-                | dict(floor_seconds=floor_seconds, peak_mb=peak)
-            )
+            line = dict(task=job["task"], source="Parquet" if job["folder"] else "made", n_rows=job["n"])
+            line |= {"workers": job["workers"]} | in_a_process(**job)
+            lines.append(line | (in_a_process(**job | {"task": "estimate"}) if job["task"] == "fit" else {}))
             print(lines[-1], flush=True)
     about = {"dim": D, "classes": CLASSES, "version": ega.__version__, "machine": platform_tag()}
     pd.DataFrame(lines).assign(**about).to_csv(RECORD, index=False, float_format="%.6g")
