@@ -59,6 +59,14 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 # %% ../../nbs/data/01_arrays.ipynb #to-numpy
+def _stack_lists(X):
+    "A column of lists of one length, as pandas, Arrow and polars have it, as a matrix; anything else as it is."
+    kind = str(getattr(X, "dtype", getattr(X, "type", ""))).casefold()
+    if kind.startswith(("object", "list", "large_list", "fixed_size_list", "array(")):
+        return np.stack(list(np.asarray(X)))
+    return X
+
+
 def _to_array(X, name, dim=None):
     "A matrix of real numbers in any container as an array, without a copy where possible."
     from sklearn.utils.validation import check_array  # takes a second to import
@@ -71,7 +79,7 @@ def _to_array(X, name, dim=None):
         elif hasattr(X, "detach"):
             X = X.detach().cpu()
             X = (X.float() if X.is_floating_point() else X).numpy()  # NumPy has no bfloat16
-        a = check_array(X, dtype=None, ensure_all_finite=False)
+        a = check_array(_stack_lists(X), dtype=None, ensure_all_finite=False)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"{name} must be a matrix of numbers: {' '.join(str(error).split())}") from error
     if a.dtype.kind not in "fiu":

@@ -70,6 +70,7 @@ def test_every_container_gives_the_same_rows(tmp_path):
         *(torch.tensor(a), torch.tensor(a, requires_grad=True), torch.tensor(a).T.contiguous().T),
         *(a.tolist(), [*a], [*torch.tensor(a, requires_grad=True)], np.ma.masked_less(a, -9)),
         *(frame, frame.astype("Float32"), frame.astype({"a": "Float64"}), pa.table({c: frame[c] for c in frame})),
+        *(pd.Series([*a]), pa.array([*a]), pa.chunked_array([pa.FixedSizeListArray.from_arrays(a.ravel(), 5)])),
     ]
     for b in same:
         assert np.array_equal(check_X(b), a) and check_X(b).flags.c_contiguous
@@ -88,6 +89,13 @@ def test_blocks_are_the_rows_of_the_whole():
     a[7] = np.nan
     with pytest.raises(InputError, match="row 7"):
         list(iter_unit_rows(check_matrix(a), 4))
+
+
+@pytest.mark.parametrize("lists", [[[1.0, 2.0], [3.0]], [[1.0, 2.0], None], [["a"], ["b"]]])
+def test_columns_of_lists_that_are_no_matrix_are_refused(lists):
+    for column in (pd.Series(lists), pa.array(lists)):
+        with pytest.raises(InputError):
+            check_X(column)
 
 
 @pytest.mark.parametrize(
