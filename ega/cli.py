@@ -45,6 +45,9 @@ def _read_inputs(args, fitted_classes=(), ray=None):
     y = read_labels(args.labels, args.label_column, matrix.n, **options)
     if args.label_column != "id":
         check_same_order(args.source, args.labels)
+    if Path(args.source).is_dir():
+        text = "labels are joined by position to the files of the folder in the order of their names as texts"
+        print(f"{args.source}: {text}", file=sys.stderr)
     return matrix, y
 
 # %% ../nbs/deploy/10_cli.ipynb #read-pairs
@@ -174,19 +177,22 @@ def _embed_pairs(args, options):
 # %% ../nbs/deploy/10_cli.ipynb #fit
 def _fit(args):
     "Select and fit an adapter, and save it."
+    from ega.data.arrays import InputError
     from ega.data.files import check_output
     from ega.data.runtime import defer_sigint
 
     check_output(args.out, overwrite=args.overwrite)
+    parts = Path(f"{args.out}.part")  # keeps what a fit has read of many rows on disk, until the adapter is saved
+    if parts.exists() and not (parts.is_dir() and all(file.suffix == ".npz" for file in parts.iterdir())):
+        raise InputError(f"{parts} exists already, and no earlier `ega fit` wrote it; choose another name for -o")
     if _show_progress(args):
         print(f"loading torch and reading {args.source}", file=sys.stderr)
-    adapter = _fit_labels(args) if args.pairs is None else _fit_pairs(args)
+    adapter = _fit_labels(args, parts) if args.pairs is None else _fit_pairs(args)
     selection = adapter.selection_
     can_keep = getattr(adapter, "statistics_", None) is not None  # an adapter of pairs has no class statistics
     with defer_sigint():  # Ctrl-C leaves all files or none
         adapter.save(args.out, statistics=args.keep_statistics and can_keep)
-        if (part := Path(_part_folder(args)) / "joblib").is_dir():
-            shutil.rmtree(part.parent)
+        shutil.rmtree(parts, ignore_errors=True)
     if args.keep_statistics and not can_keep:
         text = f"{selection.method} at strength {selection.strength:g} is not fitted from class statistics, so none "
         print(_wrap(f"{text}were written: `ega update` cannot change {args.out}"), file=sys.stderr)
@@ -218,7 +224,7 @@ def _new_estimator(args, estimator_class, method_or_side):
     return estimator_class(method_or_side, random_state=args.seed, verbose=_show_progress(args), **given)
 
 
-def _fit_labels(args):
+def _fit_labels(args, parts):
     "Fit an adapter on labels."
     from ega.data.arrays import check_rows_per_class, check_y
 
@@ -231,13 +237,8 @@ def _fit_labels(args):
         print(text, flush=True)
     from ega.estimator import EmbeddingAdapter
 
-    adapter = _new_estimator(args, EmbeddingAdapter, args.method or "auto").set_params(memory=_part_folder(args))
+    adapter = _new_estimator(args, EmbeddingAdapter, args.method or "auto").set_params(checkpoint=parts)
     return adapter.fit(matrix, y, unlabelled=args.unlabelled)
-
-
-def _part_folder(args):
-    "The folder that keeps what a fit has read of many rows on disk, until the adapter is saved."
-    return f"{args.out}.part"
 
 
 def _fit_pairs(args):

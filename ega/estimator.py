@@ -14,6 +14,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils._param_validation import HasMethods, Interval, InvalidParameterError, StrOptions
-from sklearn.utils.validation import check_is_fitted, check_memory
+from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
+from sklearn.utils.validation import check_is_fitted
 
 # %% ../nbs/adapt/02_estimator.ipynb #119997c7
 import ega
@@ -49,6 +50,7 @@ from ega.data.files import (
     hash_arrays,
     open_npy,
     read_json,
+    read_npz,
     short_error,
 )
 from .data.packs import row_split
@@ -101,16 +103,31 @@ def sum_part(rows, labels, is_used, first):
     return statistics, np.concatenate(hashes), np.concatenate(used)
 
 
+def _sum_part_once(folder, rows, labels, is_used, first):
+    "The result of `sum_part`, which a file in the folder keeps."
+    made_from = [rows.matrix.files, rows.matrix.column, first, hash_arrays(labels, is_used)]
+    path = Path(folder) / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.npz"
+    if not path.exists():
+        statistics, hashes, used = sum_part(rows, labels, is_used, first)
+        with atomic_write(path.with_suffix(".rows.npz")) as temporary, open(temporary, "wb") as file:
+            np.savez(file, hashes=hashes, used=used)
+        statistics.save(path)
+    kept = read_npz(path.with_suffix(".rows.npz"))
+    return ClassStatistics.load(path), kept["hashes"], kept["used"]
+
+
 class FitRows(UnitRows):
     "Unit rows that an estimator is fitted on; those that stay on disk are read once."
 
     _statistics = _hashes = _used = _numbers = None  # of `read_once`
 
-    def read_once(self, labels: np.ndarray, is_used: np.ndarray, *, memory: Any, n_jobs: int | None, progress: Any):
-        "Sum rows on disk in parts and keep those that are used; a part that `memory` holds is not read again."
-        if self.in_memory:
-            return
-        sum_and_keep = check_memory(memory).cache(sum_part)
+    def read_once(
+        self, labels: np.ndarray, is_used: np.ndarray, *, checkpoint: str | None, n_jobs: int | None, progress: Any
+    ) -> None:
+        "Sum rows on disk in parts and keep those that are used; the folder `checkpoint` keeps every part."
+        sum_and_keep: Any = sum_part
+        if checkpoint and self.matrix and self.matrix.files:
+            sum_and_keep = partial(_sum_part_once, checkpoint)
         parts = [slice(first, first + _PART_ROWS) for first in range(0, len(self), _PART_ROWS)]
         progress.add_steps(len(parts))
         progress.start(f"reading {len(self):,} rows")
@@ -166,7 +183,7 @@ def _fill_like(given, blocks, shape):
     return torch.from_numpy(out).to(given.device, given.dtype if given.is_floating_point() else torch.float32)
 
 # %% ../nbs/adapt/02_estimator.ipynb #about
-_NOT_SAVED = ("n_jobs", "device", "memory", "verbose")  # parameters that belong to a machine
+_NOT_SAVED = ("n_jobs", "device", "checkpoint", "verbose")  # parameters that belong to a machine
 _FITTED = ("classes_", "n_features_in_", "feature_names_in_", "_integer_columns", "data_fingerprint_")
 
 
@@ -484,8 +501,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         cores; None: one after the other.
     device : torch.device, str or None, default=None
         Where to train and transform. None: CUDA when there is one, else the CPU.
-    memory : str, joblib.Memory or None, default=None
-        Folder that keeps the parts of many rows on disk which a fit has read, so that it goes on there if it is killed.
+    checkpoint : str or None, default=None
+        Folder that keeps what a fit has read of many rows of `read_matrix`, so that it goes on there if it is killed.
     verbose : bool, default=False
         Show one progress bar over the comparison and the fit on all rows.
 
@@ -543,7 +560,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
         "method": [str, tuple, list],
         "candidates": [list, tuple],
-        "memory": [str, HasMethods(["cache"]), None],
+        "checkpoint": [str, Path, None],
     }
 
     def __init__(
@@ -562,7 +579,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         random_state: int = 0,
         n_jobs: int | None = None,
         device: "torch.device | str | None" = None,
-        memory: Any = None,
+        checkpoint: "str | Path | None" = None,
         verbose: bool = False,
     ):
         self.method = method
@@ -578,7 +595,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self.random_state = random_state
         self.n_jobs = n_jobs
         self.device = device
-        self.memory = memory
+        self.checkpoint = checkpoint
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
@@ -612,7 +629,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
             # numbered as they occur, so that neither names nor order of the classes change the result
             numbers[known], label_of_number = pd.factorize(labels[known])
             if not rows.in_memory:
-                options = dict(memory=self.memory, n_jobs=self.n_jobs, progress=progress)
+                options = dict(checkpoint=self.checkpoint, n_jobs=self.n_jobs, progress=progress)
                 rows.read_once(numbers, self._used_rows(numbers), **options)
             fitted.data_fingerprint_, fitted.fit_row_hashes_ = rows.hashes(labels)
             fitted.selection_ = self._select(rows, numbers, len(fitted.classes_), progress)

@@ -48,8 +48,11 @@ def _reading(source, expected="a whole Parquet file, or a folder of such files")
 def _parquet_files(folder):
     "The Parquet files of a folder, sorted; hidden files and such as _SUCCESS do not count."
     files = sorted(f for f in folder.iterdir() if f.name[0] not in "._")
-    if not files or any(f.suffix != ".parquet" or f.is_dir() for f in files):
-        raise InputError(f"{folder}: expected a folder of .parquet files and nothing else; name one file")
+    others = [f.name for f in files if f.suffix != ".parquet" or f.is_dir()]
+    if others or not files:
+        raise InputError(
+            f"{folder}: expected .parquet files and nothing else, got {others[:1] or 'none'}; move it away"
+        )
     return files
 
 
@@ -73,9 +76,14 @@ def _schema_and_length(source):
         table = _open_lance(source)
         return table.schema, table.count_rows()
     if source.is_dir():
-        schemas, lengths = zip(*map(_schema_and_length, _parquet_files(source)))
-        if any([(f, _note(f)) for f in schema] != [(f, _note(f)) for f in schemas[0]] for schema in schemas):
-            raise InputError(f"{source}: expected files of the same columns, types and adapter; name one file")
+        files = _parquet_files(source)
+        schemas, lengths = zip(*map(_schema_and_length, files))
+        for file, schema in zip(files, schemas):
+            if [(f, _note(f)) for f in schema] != [(f, _note(f)) for f in schemas[0]]:
+                differing = [f.name for f in schema if f not in list(schemas[0])] or schema.names
+                raise InputError(
+                    f"{file}: columns {differing} are not those of {files[0].name}; write all files of a folder alike"
+                )
         return schemas[0], sum(lengths)
     file = open_parquet(source)
     return file.schema_arrow, file.metadata.num_rows
@@ -128,6 +136,12 @@ def iter_tables(
         yield pending
 
 # %% ../../nbs/data/04_vectors.ipynb #matrix-file
+def _stat_files(path):
+    "Name, size and times of change (ns) of a file, or of each file of a folder, as JSON can hold them."
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+    return [[f.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for f in files for s in [f.stat()]]
+
+
 @dataclass(frozen=True)
 class StoredMatrix:
     "A stored matrix whose header was read; `read_matrix` makes it."
@@ -141,17 +155,18 @@ class StoredMatrix:
     stored: np.ndarray | None = None  # the matrix as it is stored, of a .npy file a memory map; None: a table
     table: "pyarrow.Table | None" = None  # a table in memory
     ray: str | None = None  # address of the Ray cluster that reads parts of it in `UnitRows.map`
+    files: "list | None" = None  # `_stat_files` when it was opened; None: a table in memory
 
     def __reduce__(self):
-        "Other processes open the file again; they refuse one that has changed."
+        "Other processes open it again."
         if self.table is not None:
             return read_matrix, (self.table, self.dim, self.column)
-        return _reopen, (self.path.absolute(), self.column, self.ray, self.stat_key())
+        return _reopen, (self.path.absolute(), self.column, self.ray, self.files)
 
-    def stat_key(self) -> list[list]:
-        "Name, size and modification time (ns) of the file, or of each file of a folder, as JSON can hold them."
-        files = [self.path] if self.path.is_file() else sorted(f for f in self.path.rglob("*") if f.is_file())
-        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    def check_unchanged(self) -> None:
+        "Raise `InputError` if a file was changed since the matrix was opened."
+        if self.files is not None and self.files != _stat_files(self.path):
+            raise InputError(f"{self.path} was changed since it was opened; open it again, and read its labels again")
 
     @property
     def _source(self):
@@ -177,6 +192,7 @@ class StoredMatrix:
             if column:
                 raise InputError(f"{self.path}: a pack holds one column of labels; leave out column= (--label-column)")
             return np.array([*self.embedding_set.classes, ""])[self.embedding_set.y]  # -1: the empty text at the end
+        self.check_unchanged()
         return None if self.stored is not None else _read_table_labels(self._source, column)
 
     def blocks(self, first: int = 0, size: int = 2**14, stop: int | None = None) -> Iterator[np.ndarray]:
@@ -184,11 +200,12 @@ class StoredMatrix:
         stop = self.n if stop is None else stop
         if self.stored is None:
             yield from self._table_blocks(first, size, stop)
-            return
-        for start in range(first, stop, size):
-            # the pages that were read of a memory map are released with the map
-            rows = open_npy(self.path) if isinstance(self.stored, np.memmap) else self.stored
-            yield np.array(rows[start : min(start + size, stop)], order="C")
+        else:
+            for start in range(first, stop, size):
+                # the pages that were read of a memory map are released with the map
+                rows = open_npy(self.path) if isinstance(self.stored, np.memmap) else self.stored
+                yield np.array(rows[start : min(start + size, stop)], order="C")
+        self.check_unchanged()
 
     def unit_blocks(self, first: int = 0, size: int = 2**14, stop: int | None = None) -> Iterator[np.ndarray]:
         "Yield the same rows as float32, brought to norm 1; errors have the number of the row."
@@ -218,6 +235,8 @@ _ADAPTED_BY = re.compile(r"adapted by [^,;]+, weights ([0-9a-f]{16})")  # as `eg
 
 def _only_matrix(path, kinds, column):
     "The name of the column or array of vectors, given their kinds: the only one of floats, else of integers."
+    if column is not None and column not in kinds:
+        raise InputError(f"{path}: expected a matrix of numbers in column {column!r}, found some in {list(kinds)}")
     kinds = {name: kind for name, kind in kinds.items() if column in (None, name)}
     names = [name for name, kind in kinds.items() if kind == "f"] or [name for name in kinds if kinds[name] in "iu"]
     if len(names) != 1:
@@ -278,22 +297,21 @@ def read_matrix(
 ) -> StoredMatrix:
     "Open a stored matrix or the column of a table and check what its header states, or raise `InputError`."
     if hasattr(source, "column_names"):
-        matrix = _open_table(source, column)
+        matrix, files = _open_table(source, column), None
     else:
-        matrix = _open_path(Path(source), column)
+        source = Path(source)
+        files = _stat_files(source)
+        matrix = _open_path(source, column)
     if not matrix.n or not matrix.dim or dim not in (None, matrix.dim):
         shape = (matrix.n, matrix.dim)
         expected = f"expected vectors of shape (n, {dim or 'd'})"
         raise InputError(f"{matrix.path}: {expected}, got {shape}; use those of one encoder")
-    return replace(matrix, ray=ray)
+    return replace(matrix, ray=ray, files=files)
 
 
-def _reopen(path, column, ray, stat_key):
-    "Open a stored matrix in another process."
-    matrix = read_matrix(path, column=column, ray=ray)
-    if matrix.stat_key() != stat_key:
-        raise InputError(f"{path}: the file was changed while it was read; repeat the call")
-    return matrix
+def _reopen(path, column, ray, files):
+    "Open a stored matrix in another process, where it counts as changed if its files are not these."
+    return replace(read_matrix(path, column=column, ray=ray), files=files)
 
 
 def _open_path(path, column):

@@ -73,7 +73,7 @@ def _provenance(adapter, matrices, n_rows, options):
     "What a target is made from: everything that decides its bits."
     return {
         "adapter": adapter_fingerprint(adapter),
-        "source": [key for matrix in matrices for key in matrix.stat_key()],
+        "source": [file for matrix in matrices for file in matrix.files],
         "column": options.column,
         "settings": [options.dtype, options.precision, options.batch_size, pick_device(options.device).type],
         "rows": n_rows,
@@ -309,9 +309,7 @@ def _write_table(matrix, adapter, target, provenance, options):
     schema = _target_schema(matrix, adapter, options, part)
     with _atomic_replace(target) as temporary:
         write(temporary, schema, _target_tables(matrix, schema, part, options))
-        if matrix.stat_key() != provenance["source"]:
-            again = f"delete {part.name} and {progress_file(target).name} and repeat the call"
-            raise InputError(f"{matrix.path}: the table was changed while it was read; {again}")
+        matrix.check_unchanged()
 
 # %% ../../nbs/deploy/01_transform.ipynb #transform-one
 def _show_earlier(bar, n):
@@ -395,7 +393,7 @@ def _source_files(source, target):
         fits = target.suffix in (".parquet", ".lance") if is_table else source.suffix == target.suffix == ".npy"
     else:
         files = sorted(f for f in source.iterdir() if f.name[0] not in "._")  # skips _SUCCESS
-        fits = files and all(f.suffix in (".npy", ".parquet") for f in files)
+        fits = files and target.suffix == "" and all(f.suffix in (".npy", ".parquet") for f in files)
     inner, outer = target.resolve(), source.resolve()
     if not fits or inner == outer or inner in outer.parents or outer in inner.parents:
         kinds = ".npy to .npy, .parquet or .lance to either, or a folder of .npy and .parquet to a folder or .lance"

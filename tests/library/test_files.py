@@ -195,12 +195,22 @@ def test_folders_that_are_no_table_are_refused(tmp_path, tables):
         read_matrix(tmp_path / "folder", column="v").array()
 
 
-def test_a_file_that_changed_is_not_opened_in_another_process(tables):
-    matrix = read_matrix(tables[2][0])
-    sent = pickle.dumps(matrix)
-    pq.write_table(pq.read_table(matrix.path)[::-1], matrix.path)
-    with pytest.raises(InputError, match="changed"):
-        pickle.loads(sent)
+@pytest.mark.parametrize("n", [61, 101, 141])
+def test_rows_that_changed_since_they_were_opened_are_refused(tables, n, monkeypatch):
+    monkeypatch.setattr("ega.data.vectors._IN_MEMORY_BYTES", 0)
+    path = tables[2][0]
+    matrix = read_matrix(path)
+    sent, rows = pickle.dumps(matrix), UnitRows(matrix)
+    table = pa.concat_tables([pq.read_table(path)] * 2)
+    pq.write_table(table[1 : n + 1], path)
+    for call in (
+        lambda: matrix.labels(),
+        lambda: rows[np.arange(5)],
+        lambda: list(pickle.loads(sent).blocks()),
+        lambda: matrix.array(),
+    ):
+        with pytest.raises(InputError):
+            call()
 
 
 def test_a_pack_is_read_with_labels_ids_and_splits(tmp_path):

@@ -107,7 +107,7 @@ def test_a_killed_fit_goes_on_where_it_was(rows, folder, tmp_path, monkeypatch):
         return unit_blocks(self, first, size, stop)
 
     monkeypatch.setattr(vectors.StoredMatrix, "unit_blocks", stop_in_the_third_part)
-    adapter, matrix = EmbeddingAdapter(**settings(memory=str(tmp_path / "parts"))), read_matrix(folder)
+    adapter, matrix = EmbeddingAdapter(**settings(checkpoint=str(tmp_path / "parts"))), read_matrix(folder)
     with pytest.raises(KeyboardInterrupt):
         adapter.fit(matrix, y)
     with pytest.raises(NotFittedError):
@@ -135,6 +135,17 @@ def test_the_shell_goes_on_too_and_leaves_nothing(rows, folder, tmp_path, monkey
     assert main(command) == 0 and {p.name for p in tmp_path.iterdir()} == {"x", "out"}
     whole = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(*rows)
     assert np.allclose(EmbeddingAdapter.load(tmp_path / "out").transform(rows[0]), whole.transform(rows[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_shell_leaves_a_folder_of_others_alone(rows, folder, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    if kind == "folder":
+        (tmp_path / "out.part").mkdir()
+    note = tmp_path / ("out.part/notes.txt" if kind == "folder" else "out.part")
+    note.write_text("mine")
+    assert main(["fit", "x", "-o", "out", "--method", "wccn", "--max-unseen-loss", "none", "--quiet"]) == 2
+    assert note.read_text() == "mine" and not (tmp_path / "out").exists()
 
 
 def test_wrong_rows_are_refused(rows, folder, tmp_path):
