@@ -50,9 +50,8 @@ def _parquet_files(folder):
     files = sorted(f for f in folder.iterdir() if f.name[0] not in "._")
     others = [f.name for f in files if f.suffix != ".parquet" or f.is_dir()]
     if others or not files:
-        raise InputError(
-            f"{folder}: expected .parquet files and nothing else, got {others[:1] or 'none'}; move it away"
-        )
+        got = f"{others[0]!r}" if others else "none"
+        raise InputError(f"{folder}: expected a folder of .parquet files and nothing else, got {got}; name one file")
     return files
 
 
