@@ -119,7 +119,10 @@ def _sum_part_once(folder, rows, labels, is_used, first):
 class FitRows(UnitRows):
     "Unit rows that an estimator is fitted on; those that stay on disk are read once."
 
-    _statistics = _hashes = _used = _numbers = None  # of `read_once`
+    _statistics: Any = None  # this and the next three: of `read_once`
+    _hashes: Any = None
+    _used: Any = None
+    _numbers: Any = None
 
     def read_once(
         self, labels: np.ndarray, is_used: np.ndarray, *, checkpoint: str | None, n_jobs: int | None, progress: Any

@@ -154,7 +154,7 @@ class StoredMatrix:
     stored: np.ndarray | None = None  # the matrix as it is stored, of a .npy file a memory map; None: a table
     table: "pyarrow.Table | None" = None  # a table in memory
     ray: str | None = None  # address of the Ray cluster that reads parts of it in `UnitRows.map`
-    files: "list | None" = None  # `_stat_files` when it was opened; None: a table in memory
+    files: "list | tuple" = ()  # `_stat_files` when it was opened; empty for a table in memory
 
     def __reduce__(self):
         "Other processes open it again."
@@ -164,7 +164,7 @@ class StoredMatrix:
 
     def check_unchanged(self) -> None:
         "Raise `InputError` if a file was changed since the matrix was opened."
-        if self.files is not None and self.files != _stat_files(self.path):
+        if self.files and self.files != _stat_files(self.path):
             raise InputError(f"{self.path} was changed since it was opened; open it again, and read its labels again")
 
     @property
@@ -187,7 +187,7 @@ class StoredMatrix:
         """The labels of the rows, from the column `label` of the table or the given one.
 
         Of a pack the class names, empty for an unlabelled row; None if the file has no columns."""
-        if self.pack:
+        if self.embedding_set:
             if column:
                 raise InputError(f"{self.path}: a pack holds one column of labels; leave out column= (--label-column)")
             return np.array([*self.embedding_set.classes, ""])[self.embedding_set.y]  # -1: the empty text at the end
@@ -288,15 +288,37 @@ def _open_table(source, column):
 
 # %% ../../nbs/data/04_vectors.ipynb #open-matrix
 def read_matrix(
-    source: "Path | str | pyarrow.Table",  # .npy, .npz, .safetensors or .parquet file, folder of .parquet, .lance
-    dim: int | None = None,  # required number of columns; None: any
-    column: str | None = None,  # of a table: column of vectors; .npz, .safetensors: name of the matrix
-    *,
-    ray: str | None = None,  # address of a Ray cluster whose machines `fit` divides the rows among; "": a local one
+    source: "Path | str | pyarrow.Table", dim: int | None = None, column: str | None = None, *, ray: str | None = None
 ) -> StoredMatrix:
-    "Open a stored matrix or the column of a table and check what its header states, or raise `InputError`."
+    """Open a stored matrix, or the column of vectors of a table, and check what its header states.
+
+    Parameters
+    ----------
+    source : path-like or pyarrow.Table
+        A .npy, .npz, .safetensors or .parquet file, a folder of .parquet files, whose rows follow each other in the
+        order of the names of the files as texts, a LanceDB table (a folder NAME.lance), or an Arrow table.
+    dim : int, optional
+        Required number of columns.
+    column : str, optional
+        Of a table the column of vectors, of .npz and .safetensors the name of the matrix; None: the only one.
+    ray : str, optional
+        Address of a Ray cluster whose machines see the files and read them in `fit`; "": a local cluster.
+
+    Returns
+    -------
+    StoredMatrix
+        What estimators take as X; `labels()` reads a column of the same table, `array()` and `blocks()` the rows.
+
+    Examples
+    --------
+    >>> import pyarrow as pa
+    >>> from ega import read_matrix
+    >>> rows = read_matrix(pa.table({"vector": [[3.0, 4.0], [0.0, 1.0]], "label": ["owl", "asp"]}))
+    >>> rows.n, rows.dim, rows.labels().tolist()
+    (2, 2, ['owl', 'asp'])
+    """
     if hasattr(source, "column_names"):
-        matrix, files = _open_table(source, column), None
+        matrix, files = _open_table(source, column), []
     else:
         source = Path(source)
         files = _stat_files(source)
@@ -350,6 +372,7 @@ class UnitRows:
             X = X.array() if n_bytes <= _IN_MEMORY_BYTES else X
         else:
             n_bytes = X.nbytes if isinstance(X, np.memmap) else 0
+        self._a: Any  # an array, a matrix that `check_matrix` returned, or a StoredMatrix
         self._name, self.in_memory = name, n_bytes <= _IN_MEMORY_BYTES
         if self.in_memory:
             self._a = self._unit(X, dim)
@@ -453,7 +476,7 @@ def read_labels(
         return _read_csv_labels(path, column, n, unlabelled, as_texts)
     if path.suffix in (".parquet", ".lance") or path.is_dir():
         is_pack = path.is_file() and pack_metadata(path, open_parquet(path).schema_arrow)
-        return read_matrix(path).labels(column) if is_pack else _read_table_labels(path, column)
+        return np.asarray(read_matrix(path).labels(column)) if is_pack else _read_table_labels(path, column)
     if path.suffix == ".npy" and not column:
         return np.array(open_npy(path))
     raise InputError(f"{path}: expected {expected}; a .npy file has no columns (--label-column)")

@@ -599,7 +599,7 @@ class IndexStore(Store):
         if ids is None and matrix.pack:
             ids = read_parquet(source, ["id"])["id"].to_pylist()
         ids = assign_ids(ids, matrix.n, index.ids)
-        made_from: dict[str, Any] = {"source": [*sum(matrix.files, []), matrix.column], "ids": hash_arrays(ids)}
+        made_from: dict[str, Any] = {"source": [*matrix.files, matrix.column], "ids": hash_arrays(ids)}
         made_from["index_factory"] = index_factory
         if folder.name in self.versions():
             before = read_json(folder / "made_from.json", "what a version was built from")

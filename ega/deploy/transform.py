@@ -429,24 +429,64 @@ def progress_bar(total: int | None, show: bool = True, text: str | None = None) 
 
 
 def transform_file(
-    adapter: Any,  # what `ega.method.interface.as_module` accepts: a module, an estimator, a path, a square matrix
-    source: str | Path,  # .npy or .parquet file or .lance table of rows of any norm but 0, a pack, folder of files
-    target: str | Path,  # .npy or .parquet file, .lance table, or folder of such files; it must not exist
+    adapter: Any,
+    source: str | Path,
+    target: str | Path,
     *,
-    column: str | None = None,  # of a table: the column of vectors; None: `code` of a pack, or the only one
-    batch_size: int = 1024,  # rows in a matrix product
-    dtype: str = "float32",  # of the target: "float32", "float16", "int8" or "binary", eight components in a byte
-    precision: str = "float32",  # of the computation: "float32" or "bfloat16", with autocast
-    threads: int | None = None,  # on a CPU; None: all cores this process may use
-    device: str | torch.device | None = None,  # None: CUDA when there is one
-    progress: bool = False,  # show a bar with rate and remaining time
-    ray: str | None = None,  # a folder: address of a Ray cluster whose machines share it; "": a local cluster
+    column: str | None = None,
+    batch_size: int = 1024,
+    dtype: str = "float32",
+    precision: str = "float32",
+    threads: int | None = None,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+    ray: str | None = None,
 ) -> TransformResult:
     """Transform stored vectors in bounded memory; an interrupted call resumes.
 
     Rows have the bits of `ega.method.adapters.transform` in batches of the same size, on a CPU for any number of
     threads. Columns other than the vectors are copied. The target records the adapter, and a source that records one
     is refused. If writing fails, the rows written so far are kept.
+
+    Parameters
+    ----------
+    adapter : estimator, torch.nn.Module, path or ndarray of shape (d, d)
+        What is applied: a fitted estimator, an adapter, a file or folder of either, or a linear map.
+    source : path-like
+        A .npy or .parquet file or .lance table of rows of any norm but 0, a pack, or a folder of such files.
+    target : path-like
+        A file of the same kind, a .lance table, or for a folder a folder or a .lance table; it must not exist.
+    column : str, optional
+        Of a table the column of vectors; None: `code` of a pack, or the only one.
+    batch_size : int, default=1024
+        Rows in a matrix product.
+    dtype : {"float32", "float16", "int8", "binary"}, default="float32"
+        Type of the target; "binary" packs the signs of eight components into a byte.
+    precision : {"float32", "bfloat16"}, default="float32"
+        Of the computation; "bfloat16" computes with autocast.
+    threads : int, optional
+        On a CPU; None: all cores that this process may use.
+    device : str or torch.device, optional
+        None: CUDA when there is one.
+    progress : bool, default=False
+        Show a bar with rate and remaining time.
+    ray : str, optional
+        For a folder: address of a Ray cluster whose machines share it; "": a local cluster.
+
+    Returns
+    -------
+    TransformResult
+        Rows, seconds, rows of an earlier call, and the path of the target.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from ega import transform_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(f"{folder}/x.npy", np.eye(3))
+    ...     transform_file(np.eye(3), f"{folder}/x.npy", f"{folder}/z.npy").rows
+    3
     """
     started, source, target = time.monotonic(), Path(source), Path(target)
     options = _Options(column, batch_size, dtype, precision, threads, device)
