@@ -63,6 +63,7 @@ from ega.measure.evaluation import (
     check_fitted,
     hash_unit_rows,
     label_hits,
+    rows_with_classmate,
 )
 from ega.method.adapters import (
     LinearAdapter,
@@ -701,6 +702,24 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         """
         check_is_fitted(self)
         return self._transform_with(self.adapter_, X)
+
+    def score(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> float:
+        """LP@1 of the adapted rows among each other, in [0, 1], for `cross_val_score` and `GridSearchCV`.
+
+        Each labelled row whose class has another one is searched among all other labelled rows, as they are stored.
+        Splits of rows say what known classes gain; `ega.evaluate` compares with the frozen embeddings and says what
+        unseen classes lose. Arguments as in `fit`.
+        """
+        check_is_fitted(self)
+        check_feature_names(self, X, reset=False)
+        rows, labels, _ = self._check_rows(X, y, unlabelled, self.n_features_in_)
+        known = np.flatnonzero(labels >= 0)
+        queries = rows_with_classmate(labels[known], np.arange(len(known)))
+        if not len(queries):
+            raise InputError("expected a class with two labelled rows, got none; give more rows")
+        z, stored = adapt_rows(self, rows[known])
+        hits = label_hits(z, labels[known], queries, np.arange(len(known)), stored=stored, device=self.device)
+        return float(hits.hit.mean())
 
     def partial_fit(self, X: Any, y: Any, *, unlabelled: Sequence | None = None) -> "EmbeddingAdapter":
         """Add labelled rows, of new or of known classes, or `fit` if nothing was fitted. Arguments as in `fit`.

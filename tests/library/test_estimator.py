@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.utils import estimator_checks
 from sklearn.utils.estimator_checks import check_estimator
 from test_selection import world
@@ -38,7 +39,7 @@ from ega.method.adapters import (
     scale_residual,
     transform,
 )
-from ega.method.compression import RowFormat
+from ega.method.compression import RowFormat, as_stored
 from ega.method.config import build_method_config
 from ega.method.interface import as_adapter
 from ega.method.methods import fit_adapter
@@ -289,6 +290,31 @@ def test_a_large_memory_map_is_never_in_memory_as_a_whole(tmp_path, dtype, monke
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * x.size, f"{peak / 2**20:.0f} MB"
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_the_score_is_leave_one_out_lp_at_1(precision):
+    x, y = world(0, classes=6)
+    y[:5], y[5] = -1, 99  # no label, and a class of one row
+    e = EmbeddingAdapter("wccn", max_unseen_loss=None, precision=precision).fit(x, y)
+    z = e.transform(x)
+    stored = as_stored(z, e.row_format_) if precision == "int8" else z
+    hits = []
+    for i in np.flatnonzero((y >= 0) & (y != 99)):
+        distances = np.where((np.arange(len(y)) == i) | (y < 0), np.inf, ((stored - z[i]) ** 2).sum(1))
+        hits.append(y[distances.argmin()] == y[i])
+    assert e.score(x, y) == pytest.approx(np.mean(hits)) and 0.2 < e.score(x, y) < 1
+    with pytest.raises(InputError):
+        e.score(x[:2], [0, 1])
+
+
+def test_cross_validation_and_grid_search_take_the_adapter_as_it_is():
+    x, y = world(0, classes=6)
+    adapter = EmbeddingAdapter("wccn", max_unseen_loss=None)
+    scores = cross_val_score(adapter, x, y, cv=3)
+    assert scores.shape == (3,) and (scores > 0.2).all()
+    search = GridSearchCV(adapter, {"method": ["wccn", "frozen"]}, cv=3).fit(x, y)
+    assert search.best_score_ == max(scores.mean(), search.cv_results_["mean_test_score"][1])
 
 
 def test_without_max_unseen_loss_nothing_is_compared():
