@@ -151,11 +151,21 @@ class FitRows(UnitRows):
 
     def hashes(self, labels: np.ndarray) -> "tuple[str, np.ndarray]":
         "SHA-256 of the hashes of all rows and of the labels, and the ascending hashes of the labelled rows."
-        hashes = self._hashes
-        if hashes is None:
-            hashes = np.concatenate([hash_unit_rows(x) for _, x in self.blocks()])
+        hashes = self._hash_rows()
         ascending = np.sort(hashes[labels >= 0])  # np.unique takes many times as long
         return hash_arrays(hashes, labels), ascending[np.r_[True, ascending[1:] != ascending[:-1]]]
+
+    def _hash_rows(self):
+        "The hash of each row, (n,) uint64."
+        if self._hashes is None:
+            self._hashes = np.concatenate([hash_unit_rows(x) for _, x in self.blocks()])
+        return self._hashes
+
+    def labelled_hashes(self, labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
+        "Ascending hashes of the labelled rows with the names of their classes; of rows given twice, twice."
+        digests = [hashlib.blake2b(str(name).encode(), digest_size=8).digest() for name in classes]
+        known = labels >= 0
+        return np.sort(self._hash_rows()[known] ^ np.frombuffer(b"".join(digests), "<u8")[labels[known]])
 
     def statistics(self, labels: np.ndarray) -> ClassStatistics:
         "Class statistics of the labelled rows."
@@ -165,6 +175,20 @@ class FitRows(UnitRows):
         for first, x in self.blocks():
             statistics.update(x, labels[first : first + len(x)])
         return statistics
+
+
+def _remove_hashes(hashes, removed):
+    "The hashes without those that are removed, as often as these occur; or raise InputError. All ascending."
+    values, counts = np.unique(hashes, return_counts=True)
+    gone, n = np.unique(removed, return_counts=True)
+    position = np.searchsorted(values, gone).clip(max=len(values) - 1)
+    if n_other := int(((values[position] != gone) | (counts[position] < n)).sum()):
+        raise InputError(
+            f"{n_other} distinct rows of X were not fitted on with their label, or not so often; give rows and labels "
+            "as in fit"
+        )
+    counts[position] -= n
+    return np.repeat(values, counts)
 
 
 def fit_row_numbers(config, y):
@@ -221,8 +245,9 @@ def _candidate_from_json(value):
 # %% ../nbs/adapt/02_estimator.ipynb #files-of
 _ENDINGS = (
     *(".safetensors", ".queries.safetensors", ".documents.safetensors"),
-    *(".fit_rows.npy", ".fit_documents.npy", ".statistics.npz"),
+    *(".fit_rows.npy", ".fit_documents.npy", ".labelled_rows.npy", ".statistics.npz"),
 )
+_FOR_UPDATES = (".labelled_rows.npy", ".statistics.npz")  # written where `save` is asked for statistics
 _READERS = {".safetensors": load_adapter, ".npy": lambda path: np.array(open_npy(path)), ".npz": ClassStatistics.load}
 
 
@@ -363,7 +388,7 @@ class _BaseAdapter(BaseEstimator):
         check_is_fitted(self)
         if statistics:
             self._check_statistics()
-        endings = [ending for ending in self._files if statistics or ending != ".statistics.npz"]
+        endings = [ending for ending in self._files if statistics or ending not in _FOR_UPDATES]
         if self._fingerprint() != self.fingerprint_:
             raise InputError("the weights were changed after fit, and no longer belong to the estimator; fit again")
         description, weights = saved_path(path), saved_path(path, ".safetensors")
@@ -423,7 +448,7 @@ class _BaseAdapter(BaseEstimator):
         estimator.__dict__.update(fitted)
         for ending, attribute in cls._files.items():
             file, value = description.with_suffix(ending), None  # description
-            if ending in hashes or ending != ".statistics.npz":
+            if ending in hashes or ending not in _FOR_UPDATES:
                 check_is_file(file, "a file of the saved adapter")
                 if file_hash(file) != hashes.get(ending):
                     raise InputError(f"{file}: describes another adapter than {description}; save all files again")
@@ -528,6 +553,8 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         SHA-256 of the weights; of the row hashes and labels given to `fit`, `partial_fit` and `forget`.
     fit_row_hashes_ : ndarray of uint64
         Hashes of the labelled rows fitted on, by which `ega.evaluate` and the report recognise these rows.
+    labelled_row_hashes_ : ndarray of uint64
+        Hashes of these rows with the names of their classes, by which `forget` recognises them.
     statistics_ : ClassStatistics or None
         Sums of the labelled rows, for `partial_fit` and `forget`; class i is ``classes_[i]``.
 
@@ -559,6 +586,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
     _files: ClassVar = {
         ".safetensors": "adapter_",
         ".fit_rows.npy": "fit_row_hashes_",
+        ".labelled_rows.npy": "labelled_row_hashes_",
         ".statistics.npz": "statistics_",
     }
     _parameter_constraints: ClassVar = _BaseAdapter._parameter_constraints | {
@@ -636,6 +664,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
                 options = dict(checkpoint=self.checkpoint, n_jobs=self.n_jobs, progress=progress)
                 rows.read_once(numbers, self._used_rows(numbers), **options)
             fitted.data_fingerprint_, fitted.fit_row_hashes_ = rows.hashes(labels)
+            fitted.labelled_row_hashes_ = rows.labelled_hashes(labels, fitted.classes_)
             fitted.selection_ = self._select(rows, numbers, len(fitted.classes_), progress)
             self._warn_of_float_rows(fitted.selection_, rows.shape[1])
             fitted.adapter_, statistics = self._fit_selected(fitted.selection_, rows, numbers, progress)
@@ -740,15 +769,12 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
 
         The closed form becomes that of a fit on the other rows, up to rounding. A trained part, and the directions that
         `n_components` or `max_bytes` kept, keep what they learnt from the removed rows; where that must go too, fit
-        again. Rows are recognised by their hashes, without labels: a row with the label of another class is removed
-        from that class. A row that was added twice must be given twice.
+        again. A row that was not added with its label is refused. One that was added twice must be given twice.
         """
         check_is_fitted(self)
         rows, labels, classes = self._check_changed_rows(X, y, unlabelled)
         if not (is_fitted := match_classes(classes, self.classes_)).all():
             raise InputError(f"class {classes[~is_fitted][0]!s} has no rows to remove; give rows and labels of fit")
-        if n_other := (~np.isin(rows.hashes(labels)[1], self.fit_row_hashes_)).sum():
-            raise InputError(f"{n_other} distinct rows of X were not fitted on; give rows and labels of fit")
         self._change_rows("-", rows, labels, classes)
         return self
 
@@ -770,11 +796,14 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         before = self.statistics_.relabel(np.searchsorted(all_classes, self.classes_))
         after = copy.deepcopy(before)
         options = dict(strength=self.selection_.strength, device=self.device)
+        labelled = rows.labelled_hashes(labels, classes)
         if sign == "+":
+            labelled = np.sort(np.concatenate([self.labelled_row_hashes_, labelled]))
             after.merge(changed)
             known = np.flatnonzero(labels >= 0)
             options |= dict(x=rows[known], y=labels[known])  # to train on
         else:
+            labelled = _remove_hashes(self.labelled_row_hashes_, labelled)
             after.subtract(changed)
         if len(after.classes) < 2:
             raise InputError(f"rows of at least 2 classes must be left, got {len(after.classes)}; fit on other rows")
@@ -788,6 +817,7 @@ class EmbeddingAdapter(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _BaseA
         self.classes_ = all_classes[after.classes]
         self.statistics_ = after.relabel(np.arange(len(after.classes)))
         self.data_fingerprint_ = hashlib.sha256(f"{self.data_fingerprint_} {sign} {fingerprint}".encode()).hexdigest()
+        self.labelled_row_hashes_ = labelled
         change_hashes = np.union1d if sign == "+" else np.setdiff1d
         self.fit_row_hashes_ = change_hashes(self.fit_row_hashes_, hashes)
 

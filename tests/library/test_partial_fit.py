@@ -67,7 +67,8 @@ def test_forget_is_the_inverse_of_partial_fit(rows, method):
     changed.partial_fit(x[~first], names[~first]).forget(x[~first], names[~first])
     assert np.allclose(changed.transform(x), original.transform(x), rtol=0, atol=ROUNDING)
     assert changed.classes_.tolist() == original.classes_.tolist()  # without rows a class vanishes
-    assert np.array_equal(changed.fit_row_hashes_, original.fit_row_hashes_)
+    for hashes in ("fit_row_hashes_", "labelled_row_hashes_"):
+        assert np.array_equal(getattr(changed, hashes), getattr(original, hashes))
     assert np.array_equal(changed.statistics_.counts, original.statistics_.counts)
     assert changed.data_fingerprint_ != original.data_fingerprint_
 
@@ -140,7 +141,8 @@ def test_a_call_that_is_refused_leaves_the_estimator_as_it_was(rows):
         (adapter.partial_fit, x, [f"kind {c}" for c in y], "integers"),
         (adapter.forget, x[y == 11], y[y == 11], "class 11"),
         (adapter.forget, x[~first], np.zeros((~first).sum(), int), "not fitted"),
-        (adapter.forget, np.repeat(x[one], 99, 0), np.repeat(y[one], 99), "rows of class"),
+        (adapter.forget, np.repeat(x[one], 99, 0), np.repeat(y[one], 99), "not fitted"),
+        (adapter.forget, x[one], (y[one] + 1) % 9, "not fitted"),
         (adapter.forget, x[many], y[many], "2 classes"),
     ]
     for call, wrong_x, wrong_y, word in calls:
