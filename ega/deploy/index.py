@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,9 @@ class AdaptedIndex:
 
         Squared L2 distances D and ids I have shape (nq, k); inf and -1 or "" stand where fewer are found.
         """
+        from sklearn.utils import check_scalar  # takes a second to import
+
+        check_scalar(k, "k", Integral, min_val=1)
         z = self._adapt(self.adapter.queries, adapted_by, xq)
         missing = "" if self.ids.dtype.kind == "U" else -1
         if not len(self):  # FAISS 1.8 returns uninitialised distances from an empty index

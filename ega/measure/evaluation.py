@@ -12,6 +12,7 @@ __all__ = ['OWN_GALLERY', 'MAX_QUERIES', 'LabelHits', 'label_hits', 'rows_with_c
 # %% ../../nbs/measure/05_evaluation.ipynb #eval-imports-code
 import hashlib
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -482,6 +483,9 @@ def _search_estimator(
     estimator: Any, X: Any, y: Any, unlabelled: Sequence | None, max_queries: int, random_state: int, confidence: float
 ) -> tuple[tuple[list[QuerySearch], GalleryHits, GalleryHits], np.ndarray, np.ndarray]:
     "Plan and outcomes of `search_both_spaces`, the labels as numbers, and the rows that count as seen."
+    from sklearn.utils import check_scalar  # takes a second to import
+
+    check_scalar(max_queries, "max_queries", Integral, min_val=1)
     if not 0 < confidence < 1:
         raise InputError(f"confidence must be in (0, 1), got {confidence}")
     rows, labels, _, seen, trained_on = read_rows(estimator, X, y, unlabelled)

@@ -232,6 +232,8 @@ def test_evaluate_compares_the_transformed_rows(fitted):
     expected = tabulate(x, e.transform(x), y, y < 4, y < 4, random_state=2)
     pd.testing.assert_frame_equal(got, expected)
     assert (got.frozen != got.adapted).any()
+    with pytest.raises(ValueError):
+        evaluate(e, x, y, max_queries=0)
     narrow = evaluate(e, x, y, random_state=2, confidence=0.5)
     assert (narrow.high - narrow.low < got.high - got.low).all()
 

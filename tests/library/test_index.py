@@ -193,6 +193,12 @@ def test_wrong_input_is_refused(call):
         call()
 
 
+@pytest.mark.parametrize("k", [0, -1])
+def test_fewer_than_one_neighbour_is_refused(k):
+    with pytest.raises(ValueError):
+        AdaptedIndex(LINEAR).add(x).search(x[:2], k=k)
+
+
 # -- on disk -----------------------------------------------------------------------------------------------
 
 
