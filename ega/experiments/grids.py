@@ -246,7 +246,7 @@ _CONTROLS = (  # the methods of experiment `controls`, at one setting each
 _AFFINE_NCA = ("affine_nca", {"epochs": (24,), "strength": (0.2, 0.4, 0.6, 0.8, 1.0), "lr": (1.5e-3, 5e-4)})
 _CHOICE = replace(_CONTEST, protocol="held_out")
 CONTEST = {
-    "operating": Sweep(_CONTEST, tuple((m, {}) for m in _TRAINED if m != "ega_preserve")),  # not trained again yet
+    "operating": Sweep(_CONTEST, tuple((m, {}) for m in _TRAINED)),
     "operating_controls": Sweep(
         replace(_CONTEST, task="endpoint", benchmarks=MAIN_BENCHMARKS, splits=(42, 0, 1)), _CONTROLS
     ),
