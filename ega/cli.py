@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -175,6 +176,9 @@ def _embed_pairs(args, options):
         print(f"skipped {text}: texts that could not be encoded, and pairs that name them", file=sys.stderr)
 
 # %% ../nbs/deploy/10_cli.ipynb #fit
+_PART_NAME = re.compile(r"\.?[0-9a-f]{64}(\.rows)?\.npz(\.[0-9a-f]{8}\.tmp)?")  # whole, or left by a kill
+
+
 def _fit(args):
     "Select and fit an adapter, and save it."
     from ega.data.arrays import InputError
@@ -183,7 +187,7 @@ def _fit(args):
 
     check_output(args.out, overwrite=args.overwrite)
     parts = Path(f"{args.out}.part")  # keeps what a fit has read of many rows on disk, until the adapter is saved
-    if parts.exists() and not (parts.is_dir() and all(file.suffix == ".npz" for file in parts.iterdir())):
+    if parts.exists() and not (parts.is_dir() and all(_PART_NAME.fullmatch(f.name) for f in parts.iterdir())):
         raise InputError(f"{parts} exists already, and no earlier `ega fit` wrote it; choose another name for -o")
     if _show_progress(args):
         print(f"loading torch and reading {args.source}", file=sys.stderr)
@@ -850,7 +854,7 @@ _NEEDS = {  # an argument, and the one without which it would be ignored
     **dict.fromkeys(("splits", "per_class"), "dataset"),
 }
 _EXCLUDES = {  # an argument, and those that it makes meaningless
-    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset"),
+    "pairs": ("labels", "label_column", "unlabelled", "method", "dataset", "ray"),
     "encoder": ("column",),
 }
 

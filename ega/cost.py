@@ -28,7 +28,7 @@ _COPIES = 6  # of the rows that are compared and trained on, of the class sums a
 
 
 class FitCost(NamedTuple):
-    "What a fit of the default method on one core is expected to take; as a text a paragraph."
+    "What a fit of the default method on one core is expected to take; `str` gives a paragraph."
 
     n_rows: int
     rows_per_second: float  # read and summed
@@ -49,13 +49,13 @@ class FitCost(NamedTuple):
 
 
 def _duration(seconds):
-    "A number of seconds in a unit that suits it."
+    "Seconds as a text, in seconds, minutes or hours."
     unit, size = ("s", 1) if seconds < 120 else ("minutes", 60) if seconds < 7200 else ("hours", 3600)
     return f"{seconds / size:.1f} {unit}"
 
 
 def _rows_per_second(rows, labels):
-    "Rows that are read and summed in a second: in the fastest of the first blocks, because the first ones are slow."
+    "Rows that are read and summed in a second: in the fastest of the first blocks, because the very first is slow."
     rates, first, started = [], 0, time.perf_counter()
     while first < len(rows) and time.perf_counter() - started < 1:
         part, before = labels[first : first + 2**14], time.perf_counter()

@@ -120,7 +120,7 @@ def _sum_part_once(folder, rows, labels, is_used, first):
 class FitRows(UnitRows):
     "Unit rows that an estimator is fitted on; those that stay on disk are read once."
 
-    _statistics: Any = None  # this and the next three: of `read_once`
+    _statistics: Any = None  # this, _used and _numbers: of `read_once`
     _hashes: Any = None
     _used: Any = None
     _numbers: Any = None
@@ -144,7 +144,7 @@ class FitRows(UnitRows):
         self._statistics, self._numbers = statistics, np.flatnonzero(is_used)
 
     def __getitem__(self, rows: "np.ndarray | slice") -> np.ndarray:
-        "Some unit rows."
+        "The unit rows with these numbers."
         if self._numbers is None or isinstance(rows, slice):
             return super().__getitem__(rows)
         return self._used[np.searchsorted(self._numbers, rows)]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,19 @@ if TYPE_CHECKING:
 def _reading(source, expected="a whole Parquet file, or a folder of such files"):
     "Turn what a parser raises for a damaged file or folder into an `InputError`."
     return reading(source, expected, allow_folder=True) if isinstance(source, Path) else nullcontext()
+
+
+def _stat_files(path):
+    "Name, size and times of change (ns) of a file, or of each file of a folder, as JSON can hold them."
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+    return [[f.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for f in files for s in [f.stat()]]
+
+
+@lru_cache(2**16)
+def _parquet_head(file, changed):
+    "The Arrow schema and the number of rows of a Parquet file; `changed`: its times, to read it anew."
+    opened = open_parquet(file)
+    return opened.schema_arrow, opened.metadata.num_rows
 
 
 def _parquet_files(folder):
@@ -84,8 +97,7 @@ def _schema_and_length(source):
                     f"{file}: columns {differing} are not those of {files[0].name}; write all files of a folder alike"
                 )
         return schemas[0], sum(lengths)
-    file = open_parquet(source)
-    return file.schema_arrow, file.metadata.num_rows
+    return _parquet_head(source, tuple(map(tuple, _stat_files(source))))
 
 # %% ../../nbs/data/04_vectors.ipynb #iter-tables
 def _iter_batches(source, columns, first, size):
@@ -99,7 +111,7 @@ def _iter_batches(source, columns, first, size):
             yield from (query.select(list(columns)) if columns else query).to_batches(size)
     elif source.is_dir():
         for file in _parquet_files(source):
-            n = open_parquet(file).metadata.num_rows
+            n = _schema_and_length(file)[1]
             if first < n:
                 yield from _iter_batches(file, columns, first, size)
             first = max(0, first - n)
@@ -135,12 +147,6 @@ def iter_tables(
         yield pending
 
 # %% ../../nbs/data/04_vectors.ipynb #matrix-file
-def _stat_files(path):
-    "Name, size and times of change (ns) of a file, or of each file of a folder, as JSON can hold them."
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
-    return [[f.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for f in files for s in [f.stat()]]
-
-
 @dataclass(frozen=True)
 class StoredMatrix:
     "A stored matrix whose header was read; `read_matrix` makes it."
@@ -157,7 +163,7 @@ class StoredMatrix:
     files: "list | tuple" = ()  # `_stat_files` when it was opened; empty for a table in memory
 
     def __reduce__(self):
-        "Other processes open it again."
+        "Pickle the path instead of the rows: another process opens it again."
         if self.table is not None:
             return read_matrix, (self.table, self.dim, self.column)
         return _reopen, (self.path.absolute(), self.column, self.ray, self.files)
@@ -264,7 +270,7 @@ def _open_archive(path, column):
 
 
 def _open_table(source, column):
-    "A matrix in a table."
+    "Open the column of vectors of a table."
     import pyarrow.types as t
 
     path = source if isinstance(source, Path) else Path("the Arrow table")
@@ -387,7 +393,7 @@ class UnitRows:
         return self.shape[0]
 
     def __getitem__(self, rows: "np.ndarray | slice") -> np.ndarray:
-        "Some unit rows."
+        "The unit rows with these numbers."
         if self.in_memory:
             return self._a[rows]
         if not self.matrix:
@@ -430,7 +436,7 @@ def _column_name(path, names, column):
 
 
 def _read_column(source, name):
-    "The values of a column of a table: an array of integers, else of objects, equal ones being one object."
+    "The values of a column of a table: an array of integers, else of objects."
     import pyarrow as pa
 
     with _reading(source, f"a column {name!r} of texts or integers"):

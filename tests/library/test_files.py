@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ega.data import files
+from ega.data import files, vectors
 from ega.data.arrays import InputError, check_X, check_y
 from ega.data.files import atomic_write, check_output, file_lock, hash_arrays, open_npy, read_csv_columns, read_npz
 from ega.data.packs import EmbeddingSet, write_pack
@@ -176,6 +176,14 @@ def test_rows_and_labels_of_every_table_are_the_same(tables, monkeypatch):
         assert not isinstance(source, Path) or read_labels(source, "label").tolist() == labels
         with pytest.raises(InputError):
             matrix.labels("species")
+
+
+def test_of_a_folder_only_the_files_of_the_rows_are_opened(tables, monkeypatch):
+    x, _, sources = tables
+    matrix, opened = read_matrix(sources[1]), []
+    open_file = vectors.open_parquet
+    monkeypatch.setattr(vectors, "open_parquet", lambda path: opened.append(path.name) or open_file(path))
+    assert np.array_equal(next(matrix.blocks(90)), x[90:]) and opened == ["2.parquet"]
 
 
 def test_folders_that_are_no_table_are_refused(tmp_path, tables):

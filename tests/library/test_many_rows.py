@@ -131,18 +131,19 @@ def test_the_shell_goes_on_too_and_leaves_nothing(rows, folder, tmp_path, monkey
     monkeypatch.setattr(vectors.StoredMatrix, "unit_blocks", fail_once)
     command = ["fit", "x", "-o", "out", "--method", "wccn", "--max-unseen-loss", "none", "--quiet"]
     assert main(command) == 1 and {p.name for p in tmp_path.iterdir()} == {"x", "out.part"}
+    half = next((tmp_path / "out.part").iterdir())
+    half.with_name(f".{half.name}.0123abcd.tmp").touch()  # as a kill leaves it
     fails.append(False)
     assert main(command) == 0 and {p.name for p in tmp_path.iterdir()} == {"x", "out"}
     whole = EmbeddingAdapter("wccn", max_unseen_loss=None).fit(*rows)
     assert np.allclose(EmbeddingAdapter.load(tmp_path / "out").transform(rows[0]), whole.transform(rows[0]), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_shell_leaves_a_folder_of_others_alone(rows, folder, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("name", ["out.part", "out.part/notes.txt", "out.part/mine.npz"])
+def test_the_shell_leaves_a_folder_of_others_alone(rows, folder, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    if kind == "folder":
-        (tmp_path / "out.part").mkdir()
-    note = tmp_path / ("out.part/notes.txt" if kind == "folder" else "out.part")
+    note = tmp_path / name
+    note.parent.mkdir(exist_ok=True)
     note.write_text("mine")
     assert main(["fit", "x", "-o", "out", "--method", "wccn", "--max-unseen-loss", "none", "--quiet"]) == 2
     assert note.read_text() == "mine" and not (tmp_path / "out").exists()
